@@ -330,7 +330,7 @@ def test_a_tensor_of_the_state_before_is_read_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("how", ["statistics", "without a gradient", "a count", "a view"])
+@pytest.mark.parametrize("how", ["statistics", "without a gradient", "a count", "a view", "a list", "a part", "out="])
 def test_a_step_that_writes_them_is_refused(how: str, backend: str) -> None:
     teacher, count = Teacher(), torch.zeros(2)
     teacher.train(how in ("statistics", "without a gradient"))
@@ -343,6 +343,12 @@ def test_a_step_that_writes_them_is_refused(how: str, backend: str) -> None:
             count.add_(1)
         if how == "a view":
             count[1:].mul_(x.mean())
+        if how == "a list":
+            torch._foreach_add_([count], 1.0)  # pyright: ignore[reportPrivateUsage]
+        if how == "a part":
+            count.unbind()[1].add_(1)
+        if how == "out=":
+            torch.add(count, 1, out=count)
         return ps.Loss(functional.mse_loss(model(x), wanted), x.shape[0], {})
 
     program = ps.program(nn.Linear(4, 3), objective, ps.optim.sgd(0.1))

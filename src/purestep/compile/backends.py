@@ -22,7 +22,8 @@ plug-in's module with
 - ``suits(inputs) -> bool``: whether it compiles graphs of these tensors;
 - ``while_traced() -> context``: in which their graph is traced;
 - ``compiled(graph, inputs, *, options) -> (run, draws) | None``: the code, and whether it draws random numbers; None
-  leaves the graph to inductor's public entry. The graph is a trace without decompositions, which it does not change.
+  leaves the graph to inductor's public entry without a message. The graph is a trace without decompositions, which it
+  does not change.
 """
 
 

@@ -1,7 +1,7 @@
 """Capture of a function of tensors as one graph.
 
-The Python runs once, on fake tensors, and the recorded operations are compiled, as under `jax.jit`. A call checks no
-guards, and a branch on the value of a tensor is an error.
+The Python runs once, on fake tensors, and the recorded operations are compiled, as under `jax.jit`. The compiled
+code checks nothing; `compiled_step` compares the inputs before. A branch on the value of a tensor is an error.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _traits(graph: GraphModule) -> Traits:
 
 def warn_fallback(plugin: types.ModuleType, error: Exception) -> None:
     """Log that a graph is compiled by inductor alone, because the plug-in failed."""
-    log.warning("%s cannot compile the step; torch alone compiles it, to slower code: %r", plugin.__name__, error)
+    log.warning("%s cannot compile the step; torch alone compiles it: %r", plugin.__name__, error)
 
 
 def _outside_autocast(run: Compiled) -> Compiled:

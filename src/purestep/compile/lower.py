@@ -4,8 +4,8 @@ The graph is traced again with inductor's decompositions, and functionalized if 
 the end. Then inductor's own passes and code generator follow, without its second trace: a step's graph is a complete
 program with gradients.
 
-Buys: `standalone_compile`, the public entry, traces through autograd and checks every call in Python. Without it a cold
-start on a GPU takes two thirds of the time (``benchmarks/README.md``).
+Buys: `standalone_compile`, the public entry, traces through autograd and checks every call in Python. A cold start on a
+GPU takes half to two thirds of its time (the log in ``benchmarks/README.md``).
 
 Private names: ``torch._inductor.compile_fx`` (``_recursive_joint_graph_passes``, ``compile_fx_inner``),
 ``torch._inductor.virtualized``, ``torch._guards``, ``torch._subclasses``, ``torch._dispatch``.
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 
 class NotFunctional(Exception):
-    """The graph writes tensors in a way that inductor does not support, calls higher-order operators, or calls torch's
-    functional collectives."""
+    """The graph writes tensors in a way that cannot be moved to its end, gives an argument another size, calls
+    higher-order operators, or calls torch's functional collectives."""
 
 
 class Functional(NamedTuple):
@@ -43,7 +43,8 @@ class Functional(NamedTuple):
 
 
 def constants(graph: GraphModule) -> dict[str, Tensor]:
-    """Tensors that a graph takes from elsewhere, by their names in it: they are further inputs of its code."""
+    """Tensors that a graph holds, by their names in it: literals of the step, and what `outside.lifted` leaves. They
+    are further inputs of its code."""
     names = {str(node.target) for node in graph.graph.nodes if node.op == "get_attr"}
     found = {name: getattr(graph, name) for name in sorted(names)}
     return {name: leaf for name, leaf in found.items() if isinstance(leaf, Tensor)}
@@ -60,7 +61,7 @@ def functional(graph: GraphModule, inputs: Sequence[Tensor], options: Mapping[st
         options: inductor's configuration.
 
     Raises:
-        NotFunctional: in-place writes cannot be moved to the end.
+        NotFunctional: for one of the reasons of its class.
     """
     from torch._inductor import config
     from torch._subclasses import FakeTensorMode
@@ -71,7 +72,7 @@ def functional(graph: GraphModule, inputs: Sequence[Tensor], options: Mapping[st
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     fakes = [mode.from_tensor(leaf, static_shapes=True) for leaf in inputs]
     # Lazy graph modules: no Python code is generated for a graph that is rewritten many times and never run.
-    with config.patch({**options, **inductor_fixes.options(options)}), lazy._use_lazy_graph_module(True):
+    with config.patch(inductor_fixes.options(options)), lazy._use_lazy_graph_module(True):
         with mode:
             graph = traced(_replay(graph, list(constants(graph))), fakes)
         inductor_fixes.before(graph.graph)
@@ -128,8 +129,8 @@ _BY_LAYOUT = (
 """Operators whose result depends on the strides of their input."""
 
 
-def _replay(graph: GraphModule, constants: Sequence[str]) -> Callable[..., Any]:
-    """Return a function of a graph's inputs and constants that repeats its operations."""
+def _replay(graph: GraphModule, names: Sequence[str]) -> Callable[..., Any]:
+    """Return a function of a graph's inputs and constants (``names``) that repeats its operations."""
     from torch.fx import Interpreter
 
     class Replay(Interpreter):
@@ -145,8 +146,8 @@ def _replay(graph: GraphModule, constants: Sequence[str]) -> Callable[..., Any]:
     given = dict[str, Any]()
 
     def call(*inputs: Tensor) -> Any:
-        count = len(inputs) - len(constants)
-        given.update(zip(constants, inputs[count:], strict=True))
+        count = len(inputs) - len(names)
+        given.update(zip(names, inputs[count:], strict=True))
         return Replay(graph).run(*inputs[:count])
 
     return call

@@ -7,7 +7,8 @@ count.
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -82,20 +83,26 @@ class Unwritten(Mode):
         if not isinstance(func, OpOverload):  # a higher-order operator
             return func(*args, **(kwargs or {}))
         schema: Any = func._schema  # pyright: ignore[reportPrivateUsage]
-        named = {each.name: (each, given) for each, given in zip(schema.arguments, args, strict=False)}
-        is_training = "training" not in named or named["training"][1]  # else statistics are read
-        for name, (argument, given) in named.items():
-            is_written = argument.alias_info is not None and argument.alias_info.is_write
-            if (is_written or name in _STATISTICS) and is_training and self._is_outside(given):
-                raise _written(given)
+        given = dict(zip((each.name for each in schema.arguments), args, strict=False)) | (kwargs or {})
+        if given.get("training", True):  # else statistics are read
+            for argument in schema.arguments:
+                is_written = argument.alias_info is not None and argument.alias_info.is_write
+                if is_written or argument.name in _STATISTICS:
+                    for leaf in filter(self._is_outside, _listed(given.get(argument.name))):
+                        raise _written(leaf)
         made = func(*args, **(kwargs or {}))
-        is_view = isinstance(made, Tensor) and any(each.alias_info is not None for each in schema.returns)
-        if is_view and any(self._is_outside(given) for _, given in named.values()):
-            self._views[_storage(made)] = made
+        is_view = any(each.alias_info is not None for each in schema.returns)
+        if is_view and any(self._is_outside(leaf) for value in given.values() for leaf in _listed(value)):
+            self._views |= {_storage(view): view for view in _listed(made) if isinstance(view, Tensor)}
         return made
 
     def _is_outside(self, value: Any) -> bool:
         return _is_memory(value) or (isinstance(value, Tensor) and _storage(value) in self._views)
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    """An argument or a result of an operator, which may be a list of tensors."""
+    return cast(Sequence[Any], value) if isinstance(value, list | tuple) else [value]
 
 
 def _storage(value: Tensor) -> int:

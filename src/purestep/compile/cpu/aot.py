@@ -34,7 +34,7 @@ def build(
         it calls `cpp_library.loaded`.
 
     Raises:
-        NotFunctional: in-place writes cannot be moved to the end.
+        NotFunctional: see there.
     """
     from torch._inductor import config
     from torch._inductor.virtualized import V
@@ -58,7 +58,8 @@ def _may_be_fast(graph: GraphModule) -> bool:
 
 
 def _fast() -> dict[str, Any]:
-    """Inductor's configuration with the header of `cpp_library`."""
+    """Inductor's configuration with the header of `cpp_library`. The option puts the text of any operator's declaration
+    before the code; `purestep::taken` need not occur in it."""
     return {"aot_inductor.custom_ops_to_c_shims": {torch.ops.purestep.taken.default: [cpp_library.shim()]}}
 
 

@@ -1,4 +1,4 @@
-"""Losses, metrics and gradients of weights, computed as soon as their inputs are.
+"""Losses and metrics, computed as soon as their inputs are.
 
 A loss is a sum over logits that is read at the end of a step. Inductor fuses the sum with its readers, so the logits,
 often the largest tensor, stay in memory until then. Here the sum moves to where its inputs are computed, and the
