@@ -518,6 +518,6 @@ def functional() -> dict[str, str]:
                 graph = make_fx(function, tracing_mode="fake")(torch.ones(3))
                 backend.compiled(graph, [torch.ones(3)], options=None)
                 found[name] = "compiled"
-            except lower.NotFunctional as error:
+            except lower.NotLowered as error:
                 found[name] = str(error)
     return found

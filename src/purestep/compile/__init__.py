@@ -8,8 +8,8 @@
     contract          checks of what a step returns
     outside           tensors that a step reads besides its arguments, as inputs of its graph
     captured_values   values that a step reads besides its arguments, as parts of the key of a graph
-    capture           from Python to a graph: a trace on fake tensors
-    backends          from a graph to code: plug-ins for devices (`cpu`, `cuda`), inductor, or the operations one by one
+    capture           from Python to a graph, a trace on fake tensors, and from it to code
+    backends          plug-ins for devices (`cpu`, `cuda`), and the settings of inductor's public entry
     lower             inductor's lowering of a graph, for the plug-ins
     cuda              a graph for one GPU
     buffers           the buffers of a state, which a step writes in place

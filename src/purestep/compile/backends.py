@@ -43,15 +43,14 @@ def plugin(inputs: list[Tensor]) -> types.ModuleType | None:
     return found if found.suits(inputs) else None
 
 
-def inductor_options(options: Mapping[str, Any] | None, *, on_cpu: bool, rounds: bool) -> dict[str, Any]:
+def inductor_options(options: Mapping[str, Any] | None, *, on_cpu: bool) -> dict[str, Any]:
     """Return inductor's configuration for a graph that is compiled through its public entry.
 
     Args:
         options: of the user.
         on_cpu: let torch draw, in program order: the numbers are those of an eager step.
-        rounds: keep every cast, for `fx_passes.simulates_low_precision`.
     """
-    own = ({"fallback_random": True} if on_cpu else {}) | ({"emulate_precision_casts": True} if rounds else {})
+    own = {"fallback_random": True} if on_cpu else {}
     draw_code.register()
     return inductor_fixes.options(own | dict(options or {}))
 

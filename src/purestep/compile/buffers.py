@@ -143,7 +143,7 @@ def key_positions(treedef: tree.TreeDef) -> frozenset[int]:
 
 
 class StateBuffers(Store):
-    """Static buffers (a "store"), the named tree of views of them, and the generation."""
+    """The buffers of a state (a "store"), the named tree of views of them, and the generation."""
 
     def __init__(
         self,

@@ -45,7 +45,7 @@ def exclusive() -> Generator[None]:
 
 
 class Uncaptured(StepContractError):
-    """The step cannot be captured as a graph; it runs in eager mode."""
+    """The step cannot be captured as a graph. `fit(compile="auto")` runs it in eager mode."""
 
 
 class Traits(NamedTuple):
@@ -321,8 +321,8 @@ def _lower(
     # `standalone_compile` is documented, but not yet public.
     inductor: Any = importlib.import_module("torch._inductor")
     on_cpu = all(leaf.device.type == "cpu" for leaf in inputs)
-    rounds = fx_passes.simulates_low_precision(graph)
-    chosen = {"config_patches": backends.inductor_options(options, on_cpu=on_cpu, rounds=rounds)}
+    own = fx_passes.rounding(graph) | dict(options or {})
+    chosen = {"config_patches": backends.inductor_options(own, on_cpu=on_cpu)}
     names = control_flow.operators(graph)
     inductor_fixes.before(graph.graph)
     backends.register_fallbacks(graph)

@@ -78,6 +78,11 @@ def simulates_low_precision(graph: GraphModule) -> bool:
     return casts
 
 
+def rounding(graph: GraphModule) -> dict[str, Any]:
+    """Inductor's option for a graph that `simulates_low_precision`."""
+    return {"emulate_precision_casts": True} if simulates_low_precision(graph) else {}
+
+
 def copied(leaf: Tensor) -> Tensor:
     """Copy a batch's tensor at the beginning of a graph; see `without_copies`."""
     return leaf.clone(memory_format=torch.preserve_format)  # the explicit argument marks our copies

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch.fx import GraphModule
 
 
-class NotFunctional(Exception):
+class NotLowered(Exception):
     """The graph writes tensors in a way that cannot be moved to its end, gives an argument another size, calls
     higher-order operators, or calls torch's functional collectives."""
 
@@ -61,7 +61,7 @@ def functional(graph: GraphModule, inputs: Sequence[Tensor], options: Mapping[st
         options: inductor's configuration.
 
     Raises:
-        NotFunctional: for one of the reasons of its class.
+        NotLowered: for one of the reasons of its class.
     """
     from torch._inductor import config
     from torch._subclasses import FakeTensorMode
@@ -77,11 +77,11 @@ def functional(graph: GraphModule, inputs: Sequence[Tensor], options: Mapping[st
             graph = traced(_replay(graph, list(constants(graph))), fakes)
         inductor_fixes.before(graph.graph)
         if fx_passes.has_functional_collectives(graph):
-            raise NotFunctional("torch's functional collectives need results in storage of their own")
+            raise NotLowered("torch's functional collectives need results in storage of their own")
         if fx_passes.resizes(graph):
-            raise NotFunctional("a kernel changes the size of its argument")
+            raise NotLowered("a kernel changes the size of its argument")
         if control_flow.operators(graph):
-            raise NotFunctional("higher-order operators")
+            raise NotLowered("higher-order operators")
         yield Functional(fx_passes.finished(_functional(graph, fakes, mode)), fakes, mode)
 
 
@@ -118,7 +118,7 @@ def _functional(graph: GraphModule, fakes: Sequence[Tensor], mode: Any) -> Graph
         with mode:
             graph = traced(torch.func.functionalize(graph, remove="mutations"), fakes)
     if not fx_passes.is_functional(graph):
-        raise NotFunctional
+        raise NotLowered
     return fx_passes.writing_last(graph)
 
 

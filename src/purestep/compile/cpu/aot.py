@@ -34,7 +34,7 @@ def build(
         it calls `cpp_library.loaded`.
 
     Raises:
-        NotFunctional: see there.
+        NotLowered: see there.
     """
     from torch._inductor import config
     from torch._inductor.virtualized import V
@@ -42,7 +42,7 @@ def build(
     with lower.functional(graph, inputs, {**options, "aot_inductor.output_path": library}) as given:
         work = _work(given.graph)
         facts = fx_passes.draws(given.graph), _threads(given.graph, work), _may_be_fast(given.graph)
-        own = {name: value for name, value in options.items() if name != inductor_fixes.PASS}
+        own = {name: value for name, value in options.items() if name != inductor_fixes.PASS}  # which runs in ours
         with (
             config.patch({**_by_size(work), **(_fast() if facts[-1] else {}), **own}),
             V.set_aot_compilation(True),

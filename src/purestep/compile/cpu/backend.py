@@ -1,7 +1,7 @@
 """Compilation of a traced graph to native code, called without a Python wrapper.
 
-Buys: `torch.compile` and `standalone_compile` trace a graph a second time, load a compiler at every start, and their
-Python wrapper takes longer than the arithmetic of a small step.
+Buys: `torch.compile` and `standalone_compile` trace a graph again, through autograd, and load a compiler at every
+start, and their Python wrapper takes longer than the arithmetic of a small step.
 
 Private names: ``torch._C._aoti``.
 
@@ -53,8 +53,7 @@ def compiled(
         inputs: examples.
         options: inductor's configuration; overrides the settings here.
     """
-    rounds = {"emulate_precision_casts": True} if fx_passes.simulates_low_precision(graph) else {}
-    chosen = settings(rounds | dict(options or {}))
+    chosen = settings(fx_passes.rounding(graph) | dict(options or {}))
     constants = list(lower.constants(graph).values())
     build = functools.partial(_build, graph, [*inputs, *constants], chosen)
     entry = code_cache.obtained(code_cache.key(graph, chosen), build)
