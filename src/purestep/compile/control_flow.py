@@ -10,7 +10,6 @@ import importlib
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -92,8 +91,12 @@ def aliased_inputs_allowed() -> Generator[None]:
     if not hasattr(kind, "has_aliasing"):  # another torch
         yield
         return
-    with mock.patch.object(kind, "has_aliasing", _ignore_input_aliasing(kind.has_aliasing)):
+    true = kind.has_aliasing
+    kind.has_aliasing = _ignore_input_aliasing(true)
+    try:
         yield
+    finally:
+        kind.has_aliasing = true
 
 
 def _ignore_input_aliasing(true: Callable[[Any], Any]) -> Callable[[Any], Any]:

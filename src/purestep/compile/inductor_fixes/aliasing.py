@@ -8,6 +8,8 @@ the same bug (torch 2.11 to 2.14). A metric that is a value of the old state wou
 Here, once inductor has removed what it removes, such a source, or result, passes through an operator that copies. A
 view of a computed value is stored before it is written into a buffer: inductor would compute it during the write, from
 elements that are already overwritten.
+
+Test: `test_aliasing.py`, ``test_without_it_a_copy_is_of_the_state_as_it_becomes``.
 """
 
 from __future__ import annotations

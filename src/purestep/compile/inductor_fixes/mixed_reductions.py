@@ -6,6 +6,8 @@ buffer to the result. If the buffer is a piece of a concatenation, such as a fla
 the concatenation has whatever was in the memory (torch 2.11 to 2.14; models with LayerNorm and 4,096 rows or more).
 `torch.compile` of ``torch.cat([weight_grad, bias_grad])`` has the same bug. Here such a sum gets a fixed layout, so
 that inductor copies it into the concatenation.
+
+Test: `test_mixed_reductions.py`, ``test_a_graph_is_right``, on a GPU or in the rehearsal.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 Inductor's pattern for ``x[torch.randperm(n)]`` fails (torch 2.13: "Not all inputs to pattern found"), as does
 `torch.compile` of the line alone. Here a copy that inductor does not remove hides the permutation from the pattern. On
 the CPU `torch_ext.draws` has replaced it already.
+
+Test: `test_inductor_fixes.py`, ``test_a_random_permutation_is_an_index``.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ on the GPU, but outside of a CUDA graph's capture the memory-efficient kernel re
 and the backward pass are one graph, inductor reuses this memory for a counter that a Triton kernel writes, and the
 launch fails (torch 2.11 to 2.14). Here the state passes through an operator without a copy, whose lowering marks the
 buffer as never reused.
+
+Test: `test_philox.py`, ``test_the_random_state_of_a_kernel_is_not_written``.
 """
 
 from __future__ import annotations
