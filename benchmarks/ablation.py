@@ -14,7 +14,7 @@ import torch
 from . import contestants, measure, start, works
 from .contestants import Contestant, ours
 
-PARTS = ("gemm", "attention", "embedding_grad", "workspace", "outline", "offset_pointers", "code_cache")
+PARTS = ("fast",)
 VARIANTS = {"all": "", **{f"without {part}": f"-{part}" for part in PARTS}, "without compile/cpu": "0"}
 WORKS = ("mlp", "toy32", "gpt-small", "convnet", "vit")
 STARTED = ("toy32", "gpt-small", "vit")

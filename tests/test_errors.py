@@ -105,7 +105,10 @@ SLIPS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: optim.adamw(plateau()),
         "learning_rate is a StepLR, which counts its own steps (cure: schedules.from_torch_scheduler(StepLR, 1e-3",
     ),
-    "a negative rate": (lambda: optim.adamw(-1.0), "outside [0.0, inf) (cure: learning_rate=0.001)"),
+    "a negative rate": (
+        lambda: optim.adamw(-1.0),
+        "adamw: learning_rate=-1.0 must be a finite number of at least 0 (cure: 0.001 is the default)",
+    ),
     "a criterion's class": (
         lambda: ps.supervised(nn.CrossEntropyLoss),
         "CrossEntropyLoss: the criterion is a class, not an instance (cure: CrossEntropyLoss())",

@@ -146,7 +146,7 @@ def test_views_that_are_not_there(tmp_path):
     program, state = made(nn.Linear(1, 1))
     with pytest.raises(errors.StateError, match="no average"):
         export_weights(tmp_path / "a.pt", program, state, view="ema")
-    with pytest.raises(errors.ConfigError, match="view is 'best'"):
+    with pytest.raises(errors.ConfigError, match="view='best'"):
         load_into(nn.Linear(1, 1), state, view="best")
     with pytest.raises(errors.ConfigError, match="a program without static names"):
         export_weights(tmp_path / "a.pt", program._replace(static=None), state)

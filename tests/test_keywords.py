@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,6 +45,38 @@ def test_the_error_names_our_argument(call: Callable[[], Any], where: str, cure:
         call()
     assert caught.value.where == where
     assert cure in caught.value.hint
+
+
+SOURCE = Path(str(ps.__file__)).parent
+RESULTS = ("Transform", "Schedule", "Objective", "Average", "Scaler", "Callable[..., Transform]", "Program")
+
+
+def factories() -> dict[str, Callable[..., Any]]:
+    """The public functions with named arguments of their own that build a program or a part of one."""
+    found: dict[str, Callable[..., Any]] = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        parts = path.relative_to(SOURCE).with_suffix("").parts
+        if parts[0] not in ("optim", "schedules", "objective", "ema", "scaler", "step"):
+            continue
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if not isinstance(node, ast.FunctionDef) or node.returns is None or node.name.startswith("_"):
+                continue
+            if (
+                ast.unparse(node.returns) in RESULTS
+                and node.args.kwarg is None
+                and (node.args.args or node.args.kwonlyargs)
+            ):
+                found[node.name] = getattr(importlib.import_module(".".join(("purestep", *parts))), node.name)
+    return found
+
+
+@pytest.mark.parametrize("name", factories())
+def test_every_factory_names_an_argument_that_it_does_not_have(name: str):
+    factory = factories()[name]
+    known = next(iter(inspect.signature(factory).parameters))
+    with pytest.raises(ConfigError, match="has no argument") as caught:
+        factory(**{f"{known}x": 3})
+    assert caught.value.hint == f"{known}=3"
 
 
 @pytest.mark.parametrize("name", ["accumulation", "accumulate_grad_batches", "gradient_accumulation_steps", "lr"])

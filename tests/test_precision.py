@@ -170,7 +170,9 @@ def test_integers_and_what_is_no_tensor_are_not_cast():
 
 @pytest.mark.parametrize("name", ["bf16", "16", "fp16-mixed", "32", "", None, 16])
 def test_an_unknown_name_lists_those_there_are(name: Any):
-    with pytest.raises(ConfigError, match=r"precision: .* is unknown \(cure: one of '64-true', '32-true'.*'16-mixed'"):
+    with pytest.raises(
+        ConfigError, match=r'program: precision=.* is unknown \(cure: "64-true", "32-true".* or "16-mixed"\)'
+    ):
         program(tiny_mlp(), name)
 
 
@@ -185,8 +187,13 @@ class TestWhatADeviceCannotDo:
     def test_a_device_that_is_not_there(self):
         name = "mps" if torch.cuda.is_available() else "cuda"
         for kind in ("32-true", "16-mixed"):
-            with pytest.raises(ConfigError, match=rf"""device: no device '{name}' here: .*\(cure: device="cpu"\)"""):
+            with pytest.raises(ConfigError, match=rf"""device: no device '{name}' here: .*\(cure: .*device="cpu"\)"""):
                 program(tiny_mlp(), kind).init(device=name)
+
+    def test_a_torch_without_cuda_is_named(self, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+        with pytest.raises(ConfigError, match=r"torch .* is built without CUDA \(cure: install a CUDA build of torch"):
+            precision.usable(f"cuda:{torch.cuda.device_count()}")  # one more than there are
 
     def test_a_device_that_is_none(self):
         with pytest.raises(ConfigError, match="no device 'gpu' here: Expected one of cpu, cuda"):

@@ -244,7 +244,7 @@ def test_another_model_or_view_is_refused_before_anything_is_written(tmp_path: P
         ps.save_pretrained(tmp_path / "a", made("vit")[0], state)
     with pytest.raises(errors.StateError, match="no average"):
         ps.save_pretrained(tmp_path / "a", model, state, "ema")
-    with pytest.raises(errors.ConfigError, match="view is 'best'"):
+    with pytest.raises(errors.ConfigError, match="view='best'"):
         ps.save_pretrained(tmp_path / "a", model, state, "best")
     assert not list(tmp_path.iterdir())
 

@@ -204,7 +204,7 @@ def test_in_a_graph_only_while_one_is_captured():
 
 
 @pytest.mark.compile
-def test_dynamo_is_a_graph_too():
+def test_a_users_torch_compile_is_a_graph_too():
     inside = torch.compile(lambda x: x + 1 if tracing.in_graph() else x, backend="eager", fullgraph=True)
     assert inside(torch.zeros(())).item() == 1
 

@@ -143,17 +143,17 @@ def test_of_any_other_name_the_direction_is_asked_for(name: str):
 @pytest.mark.parametrize(
     ("make", "kwargs", "message"),
     [
-        (EarlyStopping, {"patience": 0}, "patience=0 is no int of at least 1"),
-        (EarlyStopping, {"patience": 2.0}, r"patience=2\.0 is no int"),
-        (EarlyStopping, {"patience": True}, "patience=True is no int"),
-        (EarlyStopping, {"patience": 1, "min_delta": -1.0}, r"min_delta=-1\.0 is outside \[0, inf\]"),
-        (EarlyStopping, {"patience": 1, "min_delta": math.nan}, "min_delta=nan is not a finite number"),
-        (EarlyStopping, {"patience": 1, "start_ratio": 1.5}, r"start_ratio=1\.5 is outside \[0, 1\]"),
-        (Plateau, {"factor": 1.0}, r"factor=1\.0 is outside \(0, 1\)"),
-        (Plateau, {"patience": -1}, "patience=-1 is no int of at least 0"),
+        (EarlyStopping, {"patience": 0}, "patience=0 must be an int of at least 1"),
+        (EarlyStopping, {"patience": 2.0}, r"patience=2\.0 must be an int"),
+        (EarlyStopping, {"patience": True}, "patience=True must be an int"),
+        (EarlyStopping, {"patience": 1, "min_delta": -1.0}, r"min_delta=-1\.0 must be a finite number of at least 0"),
+        (EarlyStopping, {"patience": 1, "min_delta": math.nan}, "min_delta=nan must be a finite number"),
+        (EarlyStopping, {"patience": 1, "start_ratio": 1.5}, r"start_ratio=1\.5 must be in \[0, 1\]"),
+        (Plateau, {"factor": 1.0}, r"factor=1\.0 must be in \(0, 1\)"),
+        (Plateau, {"patience": -1}, "patience=-1 must be an int of at least 0"),
         (Plateau, {"threshold_mode": "relative"}, "threshold_mode='relative'"),
-        (Plateau, {"cooldown": -1}, "cooldown=-1 is no int"),
-        (Plateau, {"min_scale": 2}, r"min_scale=2 is outside \[0, 1\]"),
+        (Plateau, {"cooldown": -1}, "cooldown=-1 must be an int"),
+        (Plateau, {"min_scale": 2}, r"min_scale=2 must be in \[0, 1\]"),
     ],
 )
 def test_numbers_out_of_range_are_refused(make: Any, kwargs: dict[str, Any], message: str):

@@ -193,3 +193,36 @@ class TestAssertAccumulates:
             testing.assert_accumulates(many, one, whole, parts[:2], rtol=1e-12)
         with pytest.raises(ConfigError, match="the program does not accumulate 1"):
             testing.assert_accumulates(many, ps.Program(one.train_step), whole, parts, rtol=1e-12)
+
+
+def test_a_module_in_the_closure_of_an_objective_is_not_written():
+    teacher = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3)).requires_grad_(False)
+
+    def objective(model, batch):
+        return ps.Loss((model(batch) - teacher(batch)).square().mean(), len(batch))
+
+    def forward(model, x):
+        return model(x) + teacher(x)
+
+    supervised = ps.supervised(torch.nn.MSELoss(), forward=forward)
+    x = torch.rand(8, 4)
+    for made, rows in ((objective, x), (supervised, (x, torch.rand(8, 3)))):
+        program = ps.program(torch.nn.Linear(4, 3), made, ps.optim.sgd(0.1))
+        teacher.train()
+        told = r"teacher/1\.\w+: the objective writes a tensor of a module in its closure.*cure: call \.eval\(\)"
+        with pytest.raises(StepContractError, match=told):
+            ps.testing.assert_pure(program.train_step, program.init(), rows)
+        with pytest.raises(StepContractError, match=told):
+            ps.fit(program.init(), [rows] * 2, program, epochs=1, progress=False)
+        teacher.eval()
+        ps.testing.assert_pure(program.train_step, program.init(), rows)
+
+
+def test_a_module_in_the_closure_of_a_step_of_ones_own_is_not_written():
+    norm = torch.nn.BatchNorm1d(4)
+
+    def step(state, batch):
+        return state + norm(batch).mean().detach(), {}
+
+    with pytest.raises(StepContractError, match=r"norm/\w+: the objective writes"):
+        ps.testing.assert_pure(step, torch.zeros(()), torch.rand(8, 4))

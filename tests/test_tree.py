@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from purestep import tree
-from purestep.compile import treespec
 from purestep.torch_ext import tensor_layout
 from purestep.types import Empty
 
@@ -60,22 +59,13 @@ def test_unflatten_is_the_way_back(found: Any):
 
 @settings(deadline=None)
 @given(TREES)
-def test_the_plain_twins_agree_with_flatten(found: Any):
-    leaves, treedef = tree.flatten(found)
-    bare = treespec.of(treedef)
-    assert treespec.fill(bare, leaves) == found
-    assert treespec.collect(bare, found) == leaves
-
-
-@settings(deadline=None)
-@given(TREES)
 def test_clone_keeps_the_types_of_the_nodes(found: Any):
     assert tree.flatten(tree.clone(found))[1] == tree.flatten(found)[1]
 
 
-def test_fill_makes_the_classes_that_went_in():
+def test_unflatten_makes_the_classes_that_went_in():
     leaves, treedef = tree.flatten({"a": Pair(1, [2, (3,)])})
-    filled = treespec.fill(treespec.of(treedef), leaves)
+    filled: Any = tree.unflatten(treedef, leaves)
     assert type(filled["a"]) is Pair
     assert type(filled["a"].right) is list
     assert type(filled["a"].right[1]) is tuple

@@ -11,7 +11,7 @@ keeps its code in the compiler's cache directory.
 
     errors  types                                     the vocabulary
     torch_ext                                         what torch hides or lacks: generators, traces, layouts, foreach
-    batch_objects  tree  rng                          trees (optree), keys
+    tree  rng                                         trees (optree), keys
     state                                             other forms of one state; checks of arguments
     model                                             a module as a pure function of its tensors
     optim  schedules  ema  scaler  precision          optimizers and their algebra, ...

@@ -9,7 +9,7 @@ import enum
 import functools
 import importlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,8 +20,8 @@ from . import rng, tree
 from .analysis import explained, plain_functions
 from .errors import ConfigError, StateError, StepContractError
 from .model import functional
-from .state import check_count
-from .step import check_state, parts_for, wide
+from .state import check_choice, check_count
+from .step import check_state, drawn_in_step, parts_for, wide
 from .types import Params, Program, TrainState
 
 _vjp: Any = torch.func.vjp  # the length of its result depends on has_aux
@@ -42,6 +42,37 @@ class Trace(NamedTuple):
 
     mean: Tensor  # shape=(), at least float32
     standard_error: Tensor  # shape=(): of the mean; nan for a single sample
+
+
+class _Recording(functional.Bound):
+    """A pure call that keeps the outputs of every call of the model, not of the objective's own module."""
+
+    __slots__ = ("outputs",)
+
+    def __init__(
+        self, template: functional.Template, params: Params, frozen: Params, buffers: Params, *, train: bool
+    ) -> None:
+        super().__init__(template, params, frozen, buffers, train=train)
+        self.outputs: list[Any] = []
+
+    def _run(self, target: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = super()._run(target, method, args, kwargs)
+        if target == "model":
+            self.outputs.append(output)
+        return output
+
+
+class _Given(functional.Bound):
+    """A pure call that returns stored outputs, in order, in place of calling the model."""
+
+    __slots__ = ("_outputs",)
+
+    def __init__(self, *args: Any, train: bool, outputs: Iterable[Any]) -> None:
+        super().__init__(*args, train=train)
+        self._outputs = iter(outputs)
+
+    def _run(self, target: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return next(self._outputs) if target == "model" else super()._run(target, method, args, kwargs)
 
 
 def hessian(program: Program, *, train: bool = True) -> Callable[..., Params]:
@@ -91,7 +122,7 @@ def hessian(program: Program, *, train: bool = True) -> Callable[..., Params]:
                 _, multiply = _vjp(torch.func.grad(mean), state.params)
                 return multiply(vector)[0]
 
-        return parts.draw(state, run)
+        return drawn_in_step(state, run)
 
     return product
 
@@ -137,9 +168,9 @@ def gauss_newton(program: Program, *, train: bool = True) -> Callable[..., Param
         structure: list[Any] = []  # the structure of the outputs, and their leaves that are no tensors
 
         def outputs(params: Params) -> tuple[list[Tensor], list[Tensor]]:
-            bound = parts.loss(params, state, batch, context, train=train, kind=functional.Recording)[1]
-            assert isinstance(bound, functional.Recording)
-            leaves, treedef = tree.flatten(tree.dicts(bound.outputs))
+            bound = parts.loss(params, state, batch, context, train=train, kind=_Recording)[1]
+            assert isinstance(bound, _Recording)
+            leaves, treedef = tree.flatten(tree.dicts(bound.outputs, where=None))
             structure[:] = [treedef, [_kept(leaf) for leaf in leaves]]
             floating = [leaf for leaf, kept in zip(leaves, structure[1], strict=True) if kept is _Place.FLOATING]
             _check_outputs(floating)
@@ -148,7 +179,7 @@ def gauss_newton(program: Program, *, train: bool = True) -> Callable[..., Param
         def mean(outputs: list[Tensor], params: Params, rest: list[Tensor]) -> Tensor:
             given = {_Place.FLOATING: iter(outputs), _Place.OTHER: iter(rest)}
             leaves = [next(given[kept]) if isinstance(kept, _Place) else kept for kept in structure[1]]
-            kind = functools.partial(functional.Given, outputs=tree.unflatten(structure[0], leaves))
+            kind = functools.partial(_Given, outputs=tree.unflatten(structure[0], leaves))
             return parts.loss(params, state, batch, context, train=train, kind=kind)[0].mean
 
         def run() -> Params:
@@ -163,7 +194,7 @@ def gauss_newton(program: Program, *, train: bool = True) -> Callable[..., Param
                 (product,) = pull(curved)
                 return {name: value + own[name] for name, value in product.items()}
 
-        return parts.draw(state, run)
+        return drawn_in_step(state, run)
 
     return product
 
@@ -255,8 +286,7 @@ def eigenvalues(
     check_count("curvature.eigenvalues", least=1, k=k)
     if k >= size:
         raise ConfigError(f"k={k} of {size} eigenvalues", where="curvature.eigenvalues", hint=f"k={max(1, size - 1)}")
-    if which not in ("LA", "SA", "LM", "BE"):
-        raise ConfigError(f"which={which!r}", where="curvature.eigenvalues", hint='one of "LA", "SA", "LM", "BE"')
+    check_choice("curvature.eigenvalues", ("LA", "SA", "LM", "BE"), which=which)
     dtype = torch.float64 if any(p.dtype == torch.float64 for p in like.values()) else torch.float32
 
     def multiply(flat: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .errors import ConfigError, StateError
-from .state import is_count, recipe
+from .state import check_choice, check_range, is_count, known_keywords
 from .torch_ext import Value, foreach, read, tracing
 from .types import Empty, Params, TrainState, Tree
 
@@ -41,7 +41,6 @@ class Average(NamedTuple):
     where: Callable[[Tree, Params, Params, Tensor, Tensor, bool], Tree | None] | None = None
 
 
-@recipe
 def none() -> Average:
     """Disable averaging; the state is Empty.
 
@@ -61,7 +60,7 @@ def none() -> Average:
     return Average(init, update, in_place=update)
 
 
-@recipe
+@known_keywords
 def average(decay: float, *, warmup: bool = False, buffers: Literal["copy", "average"] = "copy") -> Average:
     r"""Exponential moving average of the trained parameters.
 
@@ -89,9 +88,8 @@ def average(decay: float, *, warmup: bool = False, buffers: Literal["copy", "ave
         >>> state.params["w"].item()
         0.5
     """
-    if not 0 <= decay < 1:
-        raise ConfigError(f"decay is {decay}, outside [0, 1)", where="ema", hint="decay=0.999")
-    _check_buffers(buffers)
+    check_range("ema", 0, 1, cure="decay=0.999", decay=decay)
+    check_choice("ema", ("copy", "average"), buffers=buffers)
 
     def first(updates: int) -> float:
         share = 1.0
@@ -104,7 +102,7 @@ def average(decay: float, *, warmup: bool = False, buffers: Literal["copy", "ave
     return _averaging(lambda updates: _weight(updates, decay, warmup), buffers == "average", first)
 
 
-@recipe
+@known_keywords
 def swa(start: int, *, every: int = 1, buffers: Literal["copy", "average"] = "copy") -> Average:
     r"""Equal average of the weights from an update on: stochastic weight averaging, as torch's `AveragedModel`.
 
@@ -142,7 +140,7 @@ def swa(start: int, *, every: int = 1, buffers: Literal["copy", "average"] = "co
             raise ConfigError(
                 f"{name} is {value!r}, no int of at least 1", where="swa", hint="swa(start=1000, every=100)"
             )
-    _check_buffers(buffers)
+    check_choice("ema", ("copy", "average"), buffers=buffers)
 
     def weight(updates: Tensor) -> Tensor:
         """1 / n for the n-th weights that count, 0 for those that do not, 1 before the start."""
@@ -189,11 +187,6 @@ def _averaging(
     return Average(init, update, first, functools.partial(update, in_place=True), where)
 
 
-def _check_buffers(buffers: Any) -> None:
-    if buffers not in ("copy", "average"):
-        raise ConfigError(f"buffers={buffers!r}", where="ema", hint='"copy" or "average"')
-
-
 def default_view(state: TrainState) -> str:
     """Return the view that everything but training uses by default: "ema" if the state has an average, else "params".
 
@@ -203,9 +196,8 @@ def default_view(state: TrainState) -> str:
         >>> default_view(program.init())
         'ema'
     """
-    # Without the reader of a live state, which would then copy its buffers at the next step. A graph has no live state,
-    # and Dynamo of torch 2.11 does not read methods of a type.
-    average = state.ema if tracing.in_graph() else tuple.__getitem__(state, _EMA)
+    # Without the reader of a live state, which would then copy its buffers at the next step.
+    average = tuple.__getitem__(state, _EMA)
     return "params" if isinstance(average, Empty) else "ema"
 
 
@@ -278,8 +270,7 @@ def view(state: TrainState, view: str | None = None) -> TrainState:
         hint = hint if value is None else "program.init()"
         raise StateError(f"the state is a {type(value).__name__}, not a TrainState", where="view", hint=hint)
     chosen = default_view(state) if view is None else view
-    if chosen not in ("params", "ema"):
-        raise ConfigError(f"view is {view!r}", where="view", hint='"params" or "ema"')
+    check_choice("view", ("params", "ema"), view=chosen)
     plain = TrainState(*state)
     average: Any = plain.ema
     if isinstance(average, Empty):
@@ -325,10 +316,7 @@ def _widest(updates: Tensor) -> torch.dtype:
 def _lerp_all(olds: Params, news: Params, weight: Value, in_place: bool) -> Params:
     old, new = list(olds.values()), [news[name] for name in olds]
     if len(old) > 0 and not isinstance(weight, Tensor) and _of_one_kind(old + new):  # torch 2.11: no bool of a list
-        if not in_place:
-            return dict(zip(olds, foreach.lerp(old, new, weight), strict=True))
-        foreach.lerp_(old, new, weight)
-        return dict(olds)
+        return dict(zip(olds, foreach.lerp(old, new, weight, in_place=in_place), strict=True))
     dtypes = dict.fromkeys(leaf.dtype for leaf in old if leaf.is_floating_point())
     # Once per dtype, not once per leaf.
     weights = {dtype: weight.to(dtype) if isinstance(weight, Tensor) else weight for dtype in dtypes}
@@ -340,10 +328,7 @@ def _average_all(olds: Params, news: Params, weight: Tensor, in_place: bool) -> 
     if not old:
         return {}
     weight = weight.to(old[0].dtype)
-    if not in_place:
-        return dict(zip(olds, foreach.average(old, new, weight), strict=True))
-    foreach.average_(old, new, weight)
-    return dict(olds)
+    return dict(zip(olds, foreach.average(old, new, weight, in_place=in_place), strict=True))
 
 
 def _of_one_kind(leaves: list[Tensor]) -> bool:

@@ -13,6 +13,7 @@ import torch
 
 from . import tree
 from .errors import ConfigError
+from .state import check_choice
 from .types import Tree
 
 
@@ -48,12 +49,10 @@ def policy(name: str | Policy) -> Policy:
     """
     if isinstance(name, Policy):
         return name
-    if isinstance(name, str) and name in _COMPUTE:
+    check_choice("program", (*_WEIGHTS, *_COMPUTE), precision=name)
+    if name in _COMPUTE:
         return Policy(name, None, _COMPUTE[name], scaled=name == "16-mixed")
-    if isinstance(name, str) and name in _WEIGHTS:
-        return Policy(name, _WEIGHTS[name], None, scaled=False)
-    known = ", ".join(repr(key) for key in (*_WEIGHTS, *_COMPUTE))
-    raise ConfigError(f"{name!r} is unknown", where="precision", hint=f"one of {known}")
+    return Policy(name, _WEIGHTS[name], None, scaled=False)
 
 
 def autocast(policy: Policy, device: torch.device) -> AbstractContextManager[Any]:
@@ -102,7 +101,11 @@ def usable(name: str | torch.device) -> torch.device:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # AssertionError: torch was built without CUDA.
         reason = str(error).partition(". ")[0]  # The rest of torch's message lists all backends.
-        raise ConfigError(f"no device {str(name)!r} here: {reason}", where="device", hint='device="cpu"') from error
+        what, hint = f"no device {str(name)!r} here: {reason}", 'device="cpu"'
+        if str(name).startswith("cuda") and not torch.backends.cuda.is_built():
+            what = f"no device {str(name)!r} here: torch {torch.__version__} is built without CUDA"
+            hint = 'install a CUDA build of torch (pytorch.org), or pass device="cpu"'
+        raise ConfigError(what, where="device", hint=hint) from error
     return device
 
 

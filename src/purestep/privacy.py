@@ -13,12 +13,12 @@ from .analysis import chunks
 from .errors import ConfigError, StepContractError
 from .metrics import mean as means
 from .metrics import merge
-from .state import check_count, check_finite, check_positive, recipe
+from .state import check_choice, check_count, check_positive, check_range, known_keywords
 from .step import Micro, Parts, check_divisible, finite_mean, parts_for, wide
 from .types import Form, Mean, Metrics, Params, Program, TrainState
 
 
-@recipe
+@known_keywords
 def dp_sgd(
     program: Program,
     *,
@@ -70,12 +70,11 @@ def dp_sgd(
     parts = parts_for(program, where)
     check_divisible(parts, where)
     check_positive(where, max_norm=max_norm)
-    check_finite(where, noise_multiplier=noise_multiplier)
-    if noise_multiplier < 0:
-        raise ConfigError(f"noise_multiplier={noise_multiplier!r} is negative", where=where, hint="noise_multiplier=1")
-    for name, value in (("expected_batch_size", expected_batch_size), ("chunk_size", chunk_size)):
-        if value is not None:
-            check_count(where, least=1, **{name: value})
+    check_range(where, 0, noise_multiplier=noise_multiplier)
+    if expected_batch_size is not None:
+        check_count(where, least=1, expected_batch_size=expected_batch_size)
+    if chunk_size is not None:
+        check_count(where, least=1, chunk_size=chunk_size)
     for name, value in (("accumulate", parts.accumulate), ("microbatches", parts.microbatches)):
         if value > 1:
             raise ConfigError(
@@ -165,15 +164,12 @@ def epsilon(
     """
     where = "privacy.epsilon"
     check_count(where, least=0, steps=steps)
-    check_finite(where, sample_rate=sample_rate, noise_multiplier=noise_multiplier, delta=delta)
-    if not 0 < sample_rate <= 1 or not 0 < delta < 1 or noise_multiplier < 0:
-        raise ConfigError(
-            f"sample_rate={sample_rate}, delta={delta}, noise_multiplier={noise_multiplier}",
-            where=where,
-            hint="0 < sample_rate <= 1, 0 < delta < 1 and noise_multiplier >= 0",
-        )
-    if accountant not in ("prv", "rdp"):
-        raise ConfigError(f"accountant={accountant!r}", where=where, hint='"prv" or "rdp"')
+    check_range(
+        where, 0, 1, ends="(]", cure="the batch size divided by the number of examples", sample_rate=sample_rate
+    )
+    check_range(where, 0, 1, ends="()", cure="delta=1e-5", delta=delta)
+    check_range(where, 0, noise_multiplier=noise_multiplier)
+    check_choice(where, ("prv", "rdp"), accountant=accountant)
     if steps == 0:
         return 0.0
     if noise_multiplier == 0:

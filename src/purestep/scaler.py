@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .errors import ConfigError
-from .state import is_count, recipe
+from .state import is_count, known_keywords
 from .types import Empty, Tree
 
 
@@ -34,7 +34,6 @@ class Scaler(NamedTuple):
     exhausted: Callable[[Tree, Tensor], Tensor]
 
 
-@recipe
 def none() -> Scaler:
     """Disable scaling; the state is Empty, and every gradient that is not finite is exhausted.
 
@@ -54,7 +53,7 @@ def none() -> Scaler:
     return Scaler(lambda device: Empty(), lambda state: None, update, exhausted)
 
 
-@recipe
+@known_keywords
 def dynamic(
     init_scale: float = 2.0**16,
     *,

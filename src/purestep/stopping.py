@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from .errors import ConfigError
-from .state import check_count, is_number, whole
+from .state import check_choice, check_count, check_range, whole
 
 Mode: TypeAlias = Literal["min", "max"]
 
@@ -47,8 +47,8 @@ class EarlyStopping:
 
     def __post_init__(self) -> None:
         check_count("EarlyStopping", least=1, patience=self.patience)
-        _check_range("EarlyStopping", "min_delta", self.min_delta, 0.0, math.inf)
-        _check_range("EarlyStopping", "start_ratio", self.start_ratio, 0.0, 1.0)
+        check_range("EarlyStopping", 0, cure="min_delta=0.0", min_delta=self.min_delta)
+        check_range("EarlyStopping", 0, 1, ends="[]", start_ratio=self.start_ratio)
 
 
 class Record(NamedTuple):
@@ -247,13 +247,12 @@ class Plateau:
     min_scale: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_range("Plateau", "factor", self.factor, 0.0, 1.0, open_ends=True)
+        check_range("Plateau", 0, 1, ends="()", factor=self.factor)
         check_count("Plateau", least=0, patience=self.patience)
-        _check_range("Plateau", "threshold", self.threshold, 0.0, math.inf)
-        if self.threshold_mode not in ("rel", "abs"):
-            raise ConfigError(f"threshold_mode={self.threshold_mode!r}", where="Plateau", hint='"rel" or "abs"')
+        check_range("Plateau", 0, cure="threshold=0.0", threshold=self.threshold)
+        check_choice("Plateau", ("rel", "abs"), threshold_mode=self.threshold_mode)
         check_count("Plateau", least=0, cooldown=self.cooldown)
-        _check_range("Plateau", "min_scale", self.min_scale, 0.0, 1.0)
+        check_range("Plateau", 0, 1, ends="[]", min_scale=self.min_scale)
 
 
 class PlateauRecord(NamedTuple):
@@ -310,20 +309,3 @@ def _limit(best: float | None, rule: Plateau, mode: Mode) -> float | None:
         return None
     threshold = rule.threshold if mode == "max" else -rule.threshold
     return best * (1.0 + threshold) if rule.threshold_mode == "rel" else best + threshold
-
-
-def _check_range(where: str, name: str, value: Any, low: float, high: float, *, open_ends: bool = False) -> None:
-    if not is_number(value) or not math.isfinite(value):
-        hint = f"{name}={_example(low, high)}"
-        raise ConfigError(f"{name}={value!r} is not a finite number", where=where, hint=hint)
-    if value < low or value > high or (open_ends and value in (low, high)):
-        ends = "()" if open_ends else "[]"
-        raise ConfigError(
-            f"{name}={value!r} is outside {ends[0]}{low:g}, {high:g}{ends[1]}",
-            where=where,
-            hint=f"{name}={_example(low, high)}",
-        )
-
-
-def _example(low: float, high: float) -> float:
-    return low if math.isinf(high) else (low + high) / 2

@@ -30,8 +30,9 @@ def assert_pure(step: Callable[..., Any], state: Tree, batch: Any, *context: Any
     """Assert that a step is a pure function of its arguments.
 
     Calls the step twice with the same state and batch. Both results must have the same bits. The step must not change
-    the state, the batch or the global generators of torch, numpy and Python. The new state must keep structure, shapes,
-    dtypes and devices, its tensors must have no autograd graph, and the step must keep no tensor alive between calls.
+    the state, the batch, the tensors of modules in the objective's closure, or the global generators of torch, numpy
+    and Python. The new state must keep structure, shapes, dtypes and devices, its tensors must have no autograd graph,
+    and the step must keep no tensor alive between calls.
     `fit` makes the same checks at the first steps of a run.
 
     Args:
@@ -53,7 +54,7 @@ def assert_pure(step: Callable[..., Any], state: Tree, batch: Any, *context: Any
         Traceback (most recent call last):
         purestep.errors.StepContractError: state: the second call with the same state and batch returns ...
     """
-    parts = {"state": state, "batch": batch, "context": context}
+    parts = {"state": state, "batch": batch, "context": context, "closure": purity.closure_of(step)}
     with _reported():
         purity.observe(lambda: _pair(step(state, batch, *context)), parts)
 
@@ -378,7 +379,7 @@ def _difference(step: int, after: int | None, sizes: dict[str, float]) -> Differ
 
 def _sizes(a: Tree, b: Tree, rtol: float, atol: float) -> dict[str, float]:
     """The largest absolute difference of each leaf that differs."""
-    one, two = (dict(tree.with_paths(plain(tree.dicts(each)))) for each in (a, b))
+    one, two = (dict(tree.with_paths(plain(tree.dicts(each, where=None)))) for each in (a, b))
     found: dict[str, float] = {}
     for path in {**one, **two}:
         size = _size(one[path], two[path], rtol, atol) if path in one and path in two else math.inf

@@ -1,21 +1,24 @@
 """Trees of tensors: the only file that imports optree.
 
 A path joins the names of fields, keys and indices with ``/``: ``opt_state/0/mu/layers.0.weight``.
-`None` is a node without leaves.
+`None` is a node without leaves. A dataclass, an attrs class and a namespace are nodes of a batch, with their attributes
+as children, and so is a class that `register` has got; an object of another class that holds tensors is refused.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import types
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import optree
 import torch
 from torch import Tensor
 
-from . import batch_objects
-from .errors import StateError
+from .errors import DataError, StateError
 from .types import Tree
 
 TreeDef = optree.PyTreeSpec
@@ -78,12 +81,6 @@ def map(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: Callable[[Any]
         >>> map(lambda a, b: a + b, {"w": 1, "b": (2, 3)}, {"w": 10, "b": (20, 30)})
         {'w': 11, 'b': (22, 33)}
     """
-    node: Any = tree
-    in_dynamo = torch.compiler.is_dynamo_compiling()
-    if in_dynamo and isinstance(node, tuple) and hasattr(node, "_fields") and not (is_leaf and is_leaf(node)):
-        # Dynamo of torch 2.11 cannot flatten some NamedTuples with an empty dict inside.
-        parts: Any = [map(fn, *each, is_leaf=is_leaf) for each in zip(tree, *rest, strict=True)]
-        return type(tree)(*parts)
     return optree.tree_map(fn, tree, *rest, is_leaf=is_leaf, namespace=_SPACE)
 
 
@@ -186,11 +183,17 @@ def detach(tree: Tree) -> Tree:
     return map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, tree)
 
 
-def dicts(tree: Tree) -> Tree:
+def dicts(tree: Tree, *, where: str | None = "batch") -> Tree:
     """The tree with mappings that optree does not know (Hugging Face's BatchEncoding) as plain dicts.
 
-    Registers the classes of batch objects in the tree (`batch_objects.attributes`) as nodes, for the whole process.
-    Returns the same object if nothing changes.
+    It makes optree see dataclasses, attrs classes and namespaces as nodes. Returns the same object if nothing changes.
+
+    Args:
+        tree: a batch, or outputs of a model.
+        where: the name of the tree in errors. None: objects of other classes that hold tensors are leaves.
+
+    Raises:
+        DataError: it holds such an object.
 
     Example:
         >>> from collections import UserDict
@@ -200,45 +203,112 @@ def dicts(tree: Tree) -> Tree:
         >>> leaves(dicts(SimpleNamespace(x=1, y=(2, 3))))
         [1, 2, 3]
     """
-    if isinstance(tree, Tensor):
+    if isinstance(tree, Tensor) or all(isinstance(leaf, _ATOMS) for leaf in leaves(tree)):
         return tree
-    for leaf in leaves(tree):
-        if not isinstance(leaf, batch_objects.ATOMS) and (_is_mapping(leaf) or _is_unregistered(leaf)):
-            return map(
-                lambda leaf: {key: dicts(leaf[key]) for key in leaf} if _is_mapping(leaf) else leaf, _registered(tree)
-            )
+    tree = _of_known_nodes(tree)
+    if where is not None:
+        for path, leaf in with_paths(tree):
+            attributes(leaf, where=f"{where}/{path}" if path else where)
     return tree
 
 
-def _is_mapping(leaf: Any) -> bool:
-    return not isinstance(leaf, Tensor) and isinstance(leaf, Mapping)
-
-
-def _registered(tree: Tree) -> Tree:
-    """Register the classes of the batch objects in the tree, nested ones too, and return the tree."""
-    while new := {type(leaf) for leaf in leaves(tree) if _is_unregistered(leaf)}:
+def _of_known_nodes(tree: Tree) -> Tree:
+    while new := {type(leaf) for leaf in leaves(tree) if _is_record(leaf) and type(leaf) not in _RECORDS}:
         for cls in new:
-            _register_batch_object(cls)
-    return tree
+            _register(cls, _attributes)
+            _RECORDS.add(cls)
+    if not any(isinstance(leaf, Mapping) for leaf in leaves(tree)):
+        return tree
+    return map(lambda leaf: {k: _of_known_nodes(leaf[k]) for k in leaf} if isinstance(leaf, Mapping) else leaf, tree)
 
 
-def _is_unregistered(leaf: Any) -> bool:
-    return (
-        not isinstance(leaf, batch_objects.ATOMS)
-        and type(leaf) not in batch_objects.REGISTERED
-        and batch_objects.attributes(leaf) is not None
-    )
+_ATOMS = (Tensor, np.ndarray, str, bytes, int, float, complex, type(None), type, torch.nn.Module)
+_RECORDS: set[type] = set()  # classes that `dicts` has made known to optree; the class decides, not this set
+_REGISTERED: dict[type, tuple[Callable[[Any], Mapping[str, Any]], Callable[..., Any]]] = {}  # flatten, unflatten
 
 
-def _register_batch_object(cls: type) -> None:
+def attributes(node: Any, *, where: str = "batch") -> dict[str, Any] | None:
+    """The children of a dataclass, an attrs class, a namespace or a registered class by name; None for another node.
+
+    Args:
+        node: a node of a batch.
+        where: its path.
+
+    Raises:
+        DataError: the node is an object of another class that holds tensors.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> attributes(SimpleNamespace(y=2, x=1)), attributes({"x": 1})
+        ({'x': 1, 'y': 2}, None)
+    """
+    if type(node) in _REGISTERED:
+        return dict(_REGISTERED[type(node)][0](node))
+    if _is_record(node):
+        return _attributes(node)
+    is_other = isinstance(node, (*_ATOMS, Mapping, tuple, list)) or type(node).__module__.startswith("torch.")
+    if not is_other and _holds_tensor(_attributes(node)):
+        kind = type(node).__name__
+        raise DataError(
+            f"is a {kind}, an object that holds tensors, of a class that purestep does not know",
+            where=where,
+            hint=f"make a dict of its tensors in the loader's collate_fn, make {kind} a dataclass, or call "
+            f"ps.tree.register({kind}, flatten, unflatten) once",
+        )
+    return None
+
+
+def _is_record(node: Any) -> bool:
+    kind = type(node)
+    if isinstance(node, (*_ATOMS, Mapping, tuple, list)) or kind.__module__.startswith("torch."):
+        return False
+    return dataclasses.is_dataclass(kind) or hasattr(kind, "__attrs_attrs__") or isinstance(node, types.SimpleNamespace)
+
+
+def _attributes(node: Any) -> dict[str, Any]:
+    found = dict(getattr(node, "__dict__", {}))
+    for cls in type(node).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if not name.startswith("__") and hasattr(node, name):
+                found[name] = getattr(node, name)
+    return dict(sorted(found.items()))
+
+
+def _holds_tensor(node: Any) -> bool:
+    if isinstance(node, Mapping):
+        return any(_holds_tensor(child) for child in cast("Mapping[Any, Any]", node).values())
+    if isinstance(node, list | tuple):
+        return any(_holds_tensor(child) for child in cast("list[Any] | tuple[Any, ...]", node))
+    return isinstance(node, Tensor)
+
+
+def build(cls: type, children: Mapping[str, Any]) -> Any:
+    """An object of this class with these children; the inverse of `attributes`.
+
+    The constructor of a dataclass is not called, because it may reject or convert its arguments.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> build(SimpleNamespace, {"x": 1})
+        namespace(x=1)
+    """
+    if cls in _REGISTERED:
+        return _REGISTERED[cls][1](**children)
+    node = (types.SimpleNamespace if issubclass(cls, types.SimpleNamespace) else object).__new__(cls)
+    for name, value in children.items():
+        object.__setattr__(node, name, value)
+    return node
+
+
+def _register(cls: type, flatten: Callable[[Any], Mapping[str, Any]]) -> None:
     def flat(node: Any) -> tuple[Any, ...]:
-        values = batch_objects.attributes(node) or {}
-        return tuple(values.values()), tuple(values), tuple(values)
+        found = flatten(node)
+        return tuple(found.values()), tuple(found), tuple(found)
 
     def back(names: Any, children: Iterable[Any]) -> Any:
-        return batch_objects.build(cls, dict(zip(names, children, strict=True)))
+        return build(cls, dict(zip(names, children, strict=True)))
 
-    batch_objects.REGISTERED[cls] = None
     optree.register_pytree_node(cls, flat, back, path_entry_type=optree.GetAttrEntry, namespace=_SPACE)
 
 
@@ -258,19 +328,27 @@ def signature(tree: Tree) -> tuple[TreeDef, tuple[Any, ...]]:
     )
 
 
-def register(cls: type, flatten: Callable[[Any], tuple[Any, ...]], unflatten: Callable[..., Any]) -> None:
-    """Register ``cls``, a subclass of a NamedTuple, as a node. ``flatten(node)`` returns the values of its fields.
+def register(cls: type, flatten: Callable[[Any], Any], unflatten: Callable[..., Any]) -> None:
+    """Make objects of a class nodes, such as batches of a library's own class. Call it once for a class.
+
+    Args:
+        cls: a class. Its subclasses are not registered.
+        flatten: ``node -> {name: child}``; for a subclass of a NamedTuple, ``node -> (values of its fields)``.
+        unflatten: called with the children, by name; for a subclass of a NamedTuple, by position.
 
     Example:
-        >>> from typing import NamedTuple
-        >>> class Lazy(NamedTuple("Lazy", [("value", Any)])):
-        ...     "Holds a function that returns the value."
-        >>> register(Lazy, lambda node: (node[0](),), lambda child: Lazy(lambda: child))
-        >>> leaves(Lazy(lambda: 7))
-        [7]
+        >>> class Graph:
+        ...     def __init__(self, x, edges):
+        ...         self.x, self.edges = x, edges
+        >>> register(Graph, vars, Graph)
+        >>> with_paths(Graph(7, edges=[1, 2]))
+        [('x', 7), ('edges/0', 1), ('edges/1', 2)]
     """
-    fields: tuple[str, ...] = cls._fields  # type: ignore[attr-defined]  # a NamedTuple's
-
+    fields: tuple[str, ...] | None = getattr(cls, "_fields", None)
+    if fields is None:
+        _register(cls, flatten)
+        _REGISTERED[cls] = flatten, unflatten
+        return
     with warnings.catch_warnings():
         # optree warns that NamedTuples are nodes already; replacing that is the purpose.
         warnings.simplefilter("ignore", UserWarning)

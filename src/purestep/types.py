@@ -117,11 +117,6 @@ class Loss(NamedTuple):
     metrics: Mapping[str, Mean] = _NoMetrics()
 
 
-# Dynamo builds a loss from `_field_defaults`, Python from the defaults of `__new__`. Dynamo of torch 2.11 cannot read a
-# subclass of dict, so it gets an empty dict, a new one for each loss. Writes to that one are not refused.
-Loss._field_defaults["metrics"] = {}
-
-
 class TrainState(NamedTuple):
     """Everything that changes while a model trains, as one immutable pytree of tensors.
 
@@ -274,9 +269,9 @@ class Form(NamedTuple):
     collect: Callable[[Params], Params]  # named -> stored; named gradients, where an exchange reduces them
     unreached: Callable[[frozenset[str]], dict[str, str]] = _same_names  # names without a gradient -> stored names
     exchange: Exchange | None = None  # None: one process
-    hidden: frozenset[str] = frozenset()  # named parameters that are pieces in the expanded tree
+    shown: Callable[[Params], Params] = lambda params: params  # expanded -> ``model.params`` of an objective
     # An eager step may write into the memory of parameters, optimizer state and average; it calls this before it does.
-    owned: Callable[[], None] | None = None
+    before_write: Callable[[], None] | None = None
 
 
 class Steps(NamedTuple):

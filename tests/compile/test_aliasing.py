@@ -93,25 +93,25 @@ def as_in_eager(kinds: Iterable[str], **settings: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize("kind", ["clone", "split and put together", "turned and scaled"])
 def test_a_copy_of_the_state_as_it_was(kind: str) -> None:
     """Alone in its graph, one of each way: copied, put together, computed while it is read."""
-    found, expected = as_in_eager([kind], capture="trace")
+    found, expected = as_in_eager([kind])
     assert_trees_close(found, expected)
 
 
 def test_copies_of_the_state_as_it_was() -> None:
-    found, expected = as_in_eager(LATER, capture="trace")
+    found, expected = as_in_eager(LATER)
     assert_trees_close(found, expected)
 
 
 @pytest.mark.usefixtures("front_door")
 def test_copies_of_the_state_as_it_was_by_inductors_front_door() -> None:
-    found, expected = as_in_eager(LATER, capture="trace")
+    found, expected = as_in_eager(LATER)
     assert_trees_close(found, expected)
 
 
 def test_without_memory_of_its_own_a_leaf_is_overwritten_while_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aliasing, "store_separately", lambda graph, node, reader: None)
     with torch._inductor.config.patch(fx_graph_cache=False):
-        found, expected = as_in_eager(["turned and scaled"], capture="trace")
+        found, expected = as_in_eager(["turned and scaled"])
     assert not torch.equal(found["turned and scaled, ab"]["a"], expected["turned and scaled, ab"]["a"])
 
 
@@ -119,7 +119,7 @@ def test_without_it_a_copy_is_of_the_state_as_it_becomes(monkeypatch: pytest.Mon
     """Where torch no longer does this, `aliasing` can go."""
     monkeypatch.setattr(aliasing, "fix", lambda graph: None)
     with torch._inductor.config.patch(fx_graph_cache=False):
-        found, expected = as_in_eager(["clone"], capture="trace")
+        found, expected = as_in_eager(["clone"])
     pair = found["clone, ab"]
     assert not torch.equal(pair["b"], expected["clone, ab"]["b"])
     assert torch.equal(pair["b"], pair["a"])
@@ -155,6 +155,7 @@ class Told(AWARE or CustomGraphPass):
         return "told"
 
 
+@pytest.mark.usefixtures("front_door")
 @pytest.mark.parametrize(
     "given",
     [lambda one: one, lambda one: [one], lambda one: (one,), lambda one: one.__call__],
@@ -162,15 +163,16 @@ class Told(AWARE or CustomGraphPass):
 )
 def test_a_pass_of_the_users_is_run_too(given: Callable[[Any], Any]) -> None:
     one = Theirs()
-    found, expected = as_in_eager(["clone"], capture="trace", options={PASS: given(one)})
+    found, expected = as_in_eager(["clone"], options={PASS: given(one)})
     assert_trees_close(found, expected)
     assert one.seen == [False]
 
 
+@pytest.mark.usefixtures("front_door")
 def test_a_pass_that_wants_to_know_more_is_told() -> None:
     one, settings = Told(), torch._inductor.config
     with settings.patch({PASS: one, "fx_graph_cache": False}):
-        found, expected = as_in_eager(["clone"], capture="trace")
+        found, expected = as_in_eager(["clone"])
     assert_trees_close(found, expected)
     assert one.seen == [False]
 
@@ -180,7 +182,6 @@ def test_options_of_inductors_are_taken_by_its_front_door() -> None:
     one = Theirs()
     found, expected = as_in_eager(
         ["clone"],
-        capture="trace",
         options={PASS: one, "epilogue_fusion": False},
     )
     assert_trees_close(found, expected)
@@ -209,14 +210,14 @@ OLD: dict[str, Callable[[dict[str, Tensor]], Tensor]] = {
 }
 
 
-def losses(kind: str, capture: str) -> tuple[list[float], list[float]]:
+def losses(kind: str) -> tuple[list[float], list[float]]:
     """A number of the old state as the only metric, in three donated steps and in eager."""
 
     def step(s: dict[str, Tensor], x: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         return {"a": s["a"] * 0.5 + 1, "v": s["v"] * 0.5 + x.sum(), "n": s["n"] + 1}, {"old": OLD[kind](s)}
 
     state: Any = {"a": torch.tensor(3.0), "v": torch.arange(1.0, 5.0), "n": torch.tensor(7)}
-    compiled, live, x = ps.compile_step(step, donate=True, capture=capture), ps.clone(state), torch.ones(3)
+    compiled, live, x = ps.compile_step(step, donate=True), ps.clone(state), torch.ones(3)
     metrics: list[tuple[Any, Any]] = []
     for _ in range(3):
         (live, found), (state, expected) = compiled(live, x), step(state, x)
@@ -226,21 +227,21 @@ def losses(kind: str, capture: str) -> tuple[list[float], list[float]]:
 
 @pytest.mark.parametrize("kind", OLD)
 def test_a_metric_of_the_state_as_it_was(kind: str) -> None:
-    found, expected = losses(kind, "trace")
+    found, expected = losses(kind)
     assert found == expected
 
 
 @pytest.mark.usefixtures("front_door")
 @pytest.mark.parametrize("kind", OLD)
 def test_a_metric_of_the_state_as_it_was_by_inductors_front_door(kind: str) -> None:
-    found, expected = losses(kind, "trace")
+    found, expected = losses(kind)
     assert found == expected
 
 
 def test_without_it_a_metric_is_of_the_state_as_it_becomes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aliasing, "fix", lambda graph: None)
     with torch._inductor.config.patch(fx_graph_cache=False):
-        found, expected = losses("a copy", "trace")
+        found, expected = losses("a copy")
     assert found != expected
 
 

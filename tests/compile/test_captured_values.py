@@ -6,7 +6,6 @@ import dataclasses
 import logging
 import types
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -123,13 +122,9 @@ def _smoothing() -> Any:
     return ps.supervised(criterion), lambda: setattr(criterion, "delta", 0.01)
 
 
-def _class_attribute() -> Any:
-    return ps.supervised(nn.MSELoss()), lambda: setattr(Warm, "temperature", 5.0)
-
-
 PLACES = [
     _global_number, _global_tensor, _dataclass, _item, _list, _namespace, _closure, _default, _attribute, _method,
-    _criterion, _smoothing, _class_attribute,
+    _criterion, _smoothing,
 ]  # fmt: skip
 
 
@@ -234,8 +229,8 @@ def _watched(objective: Any) -> tuple[CapturedValues, list[int]]:
     watched = CapturedValues(ps.program(warm(), objective, ps.optim.sgd(0.1)).train_step)
     watched()
     looks = list[int]()
-    look = watched._collect
-    watched._collect = lambda: (looks.append(1), look())[1]  # pyright: ignore[reportAttributeAccessIssue]
+    look = watched._update
+    watched._update = lambda before: (looks.append(1), look(before))[1]  # pyright: ignore[reportAttributeAccessIssue]
     return watched, looks
 
 
@@ -337,18 +332,17 @@ class Experts(nn.Module):
 EAGER = [1.0]
 
 
-@pytest.mark.parametrize("capture", ["trace", "auto", pytest.param("dynamo", marks=pytest.mark.optimized)])
-def test_a_step_knows_that_it_is_compiled(capture: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_step_knows_that_it_is_compiled(monkeypatch: pytest.MonkeyPatch):
     seen: list[bool] = []
     program = ps.program(Experts(), ps.supervised(nn.MSELoss()), ps.optim.sgd(0.1))
     pair = torch.ones(6, 8), torch.zeros(6, 8)
     wanted = program.train_step(program.init(), pair)[0].params["weight"]
-    if capture != "dynamo":
-        bmm = torch.bmm
-        monkeypatch.setattr(torch, "bmm", lambda *args: (seen.append(torch.compiler.is_compiling()), bmm(*args))[1])
-    step = ps.compile_step(program.train_step, backend="aot_eager", capture=capture)
+    bmm = torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda *args: (seen.append(torch.compiler.is_compiling()), bmm(*args))[1])
+    step = ps.compile_step(program.train_step, backend="aot_eager")
     torch.testing.assert_close(step(program.init(), pair)[0].params["weight"], wanted)
-    assert capture == "dynamo" or (seen and all(seen))
+    assert seen
+    assert all(seen)
     assert not torch.compiler.is_compiling()
 
 
@@ -380,17 +374,3 @@ def test_an_operator_with_a_gradient_of_its_own_hears_it_too():
     step = ps.compile_step(program.train_step, backend="aot_eager")
     torch.testing.assert_close(step(program.init(), batch())[0].params["weight"], wanted)
     assert heard == {("setup", True), ("backward", True)}
-
-
-@pytest.mark.parametrize("place", ["lib/python3/site-packages", "dist-packages", "mine"])
-def test_packages_outside_of_this_environment_are_libraries_too(place: str, tmp_path: Path):
-    """Those of a user, and of the Python that an environment is built on with ``--system-site-packages``."""
-    path = tmp_path / place / "some_package.py"
-    path.parent.mkdir(parents=True)
-    path.write_text("RATE = 0.5\n\n\ndef scaled(x):\n    return RATE * x\n")
-    space: dict[str, Any] = {}
-    exec(compile(path.read_text(), str(path), "exec"), space)
-    values = CapturedValues(space["scaled"])
-    before = values()
-    space["RATE"] = 0.25
-    assert (values() != before) == (place == "mine")

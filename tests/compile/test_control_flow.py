@@ -17,7 +17,6 @@ from purestep.torch_ext import tracing
 
 pytestmark = [
     pytest.mark.compile,
-    # Raised by Dynamo itself, which reads `.grad` of what an operator takes.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
 
@@ -109,12 +108,12 @@ def around() -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize(
-    ("net", "capture"),
-    [(Operand, "auto"), (ClosedOver, "auto"), (Several, "auto"), (Loop, "auto"), (Loose, "auto"), (Operand, "trace")],
+    "net",
+    [Operand, ClosedOver, Several, Loop, Loose],
 )
-def test_a_step_with_branches_is_the_eager_step(net: type[Operand], capture: str):
+def test_a_step_with_branches_is_the_eager_step(net: type[Operand]):
     program = program_of(net())
-    step = ps.compile_step(program.train_step, backend="aot_eager", capture=capture)
+    step = ps.compile_step(program.train_step, backend="aot_eager")
     for sign in (1, -1):
         batch = batch_of(sign)
         expected, _ = program.train_step(program.init(), batch)
@@ -137,7 +136,7 @@ def test_inductor_compiles_branches_and_loops_without_a_gradient():
             return sum((net(x) for net in self.nets), torch.zeros(()))
 
     program = program_of(Together())
-    step = ps.compile_step(program.train_step, capture="trace")
+    step = ps.compile_step(program.train_step)
     for sign in (1, -1):
         batch = batch_of(sign)
         expected, _ = program.train_step(program.init(), batch)
@@ -148,13 +147,12 @@ def test_inductor_compiles_branches_and_loops_without_a_gradient():
     works()
 
 
-@pytest.mark.parametrize("capture", ["auto", "trace"])
-def test_a_loop_with_a_gradient_under_inductor_is_refused_with_ways_that_work(capture: str):
+def test_a_loop_with_a_gradient_under_inductor_is_refused_with_ways_that_work():
     program, batch = program_of(Loop()), batch_of()
     with pytest.raises(compile_.Uncaptured, match=r'while_loop.*backend="aot_eager".*fixed number of passes'):
-        ps.compile_step(program.train_step, capture=capture)(program.init(), batch)
+        ps.compile_step(program.train_step)(program.init(), batch)
     works()
-    ps.compile_step(program.train_step, backend="aot_eager", capture=capture)(program.init(), batch)
+    ps.compile_step(program.train_step, backend="aot_eager")(program.init(), batch)
 
 
 def test_fit_trains_what_no_compiler_takes_and_says_so_once(monkeypatch: pytest.MonkeyPatch):
@@ -162,7 +160,7 @@ def test_fit_trains_what_no_compiler_takes_and_says_so_once(monkeypatch: pytest.
     wanted = ps.fit(program.init(), [batch] * 3, program, epochs=1, compile=False, sinks=[], progress=False)
     there = SimpleNamespace(device_of=lambda state: torch.device("cuda"))  # where `compile="auto"` compiles
     monkeypatch.setattr("purestep.loop.train_call.data", there)
-    monkeypatch.setattr("purestep.compile.graph_choice.guarded", lambda run, tensors: run)
+    monkeypatch.setattr("purestep.compile.graphs.guarded", lambda run, tensors: run)
     with pytest.warns(RuntimeWarning, match="runs in eager") as met:
         found = ps.fit(program.init(), [batch] * 3, program, epochs=1, compile="auto", sinks=[], progress=False)
     assert found.history == wanted.history
@@ -215,17 +213,6 @@ def test_draws_in_a_branch_are_refused():
     works()
 
 
-@pytest.mark.parametrize("net", [Operand, Loop])
-def test_what_dynamo_cannot_capture_is_refused(net: type[Operand]):
-    """torch 2.13 raises a bare AssertionError there: no gradient by `torch.func` goes through these operators."""
-    program = program_of(net())
-    step = ps.compile_step(program.train_step, backend="aot_eager", capture="dynamo")
-    with pytest.raises(compile_.Uncaptured, match="capture='trace'"):
-        step(program.init(), batch_of())
-    works()
-    program.train_step(program.init(), batch_of())
-
-
 class Failing(Operand):
     """Fails in a capture and not in eager mode, by an error of any class."""
 
@@ -238,14 +225,10 @@ class Failing(Operand):
 
 
 @pytest.mark.parametrize(
-    ("kind", "capture"),
-    [
-        *((kind, "auto") for kind in (AssertionError, RuntimeError, KeyError, NotImplementedError, RecursionError)),
-        (AssertionError, "trace"),
-        (AssertionError, "dynamo"),
-    ],
+    "kind",
+    [AssertionError, RuntimeError, KeyError, NotImplementedError, RecursionError],
 )
-def test_a_failed_capture_is_an_error_of_purestep_and_leaves_torch_alone(kind: type[Exception], capture: str):
+def test_a_failed_capture_is_an_error_of_purestep_and_leaves_torch_alone(kind: type[Exception]):
     net = Failing()
     net.kind = kind
     program, batch = program_of(net), batch_of()
@@ -253,7 +236,7 @@ def test_a_failed_capture_is_an_error_of_purestep_and_leaves_torch_alone(kind: t
     works()
     before = around()
     with pytest.raises(ps.errors.PurestepError):
-        ps.compile_step(program.train_step, backend="aot_eager", capture=capture)(program.init(), batch)
+        ps.compile_step(program.train_step, backend="aot_eager")(program.init(), batch)
     assert around() == before
     works()
     program.train_step(program.init(), batch)
@@ -265,7 +248,7 @@ def test_what_ends_a_program_ends_a_capture(kind: type[BaseException]):
     net.kind = kind
     program, batch = program_of(net), batch_of()
     with pytest.raises(kind):
-        ps.compile_step(program.train_step, backend="aot_eager", capture="trace")(program.init(), batch)
+        ps.compile_step(program.train_step, backend="aot_eager")(program.init(), batch)
     works()
 
 
@@ -274,9 +257,8 @@ class Broken(Operand):
         raise LookupError("nothing to look up")
 
 
-@pytest.mark.parametrize("capture", ["trace", "auto"])
-def test_an_error_of_the_step_itself_stays_what_it_is(capture: str):
+def test_an_error_of_the_step_itself_stays_what_it_is():
     program = program_of(Broken())
     with pytest.raises(LookupError, match="nothing to look up"):
-        ps.compile_step(program.train_step, backend="aot_eager", capture=capture)(program.init(), batch_of())
+        ps.compile_step(program.train_step, backend="aot_eager")(program.init(), batch_of())
     works()

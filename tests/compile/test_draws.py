@@ -17,14 +17,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 import purestep as ps
-from purestep.compile import backends
+from purestep.compile import lower
 from purestep.compile.cpu import backend as backend_
 from purestep.compile.cpu import graph_key
 from purestep.torch_ext import draws
 
 pytestmark = pytest.mark.compile
 
-WAYS = ("trace", "front")
+WAYS = ("native", "front")
 """Purestep's door to inductor, and inductor's own."""
 
 Net = Callable[[Tensor], Tensor]
@@ -52,7 +52,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def same_as_eager(module: nn.Module, way: str, *sizes: tuple[int, ...]) -> None:
     program = ps.program(module, ps.supervised(nn.MSELoss()), ps.optim.sgd(0.1))
-    step = ps.compile_step(program.train_step, capture="trace")
+    step = ps.compile_step(program.train_step)
     state, batch = program.init(3), tuple(torch.randn(size) for size in sizes or ((4, 8), (4, 1)))
     for _ in range(2):
         expected, wanted = program.train_step(state, batch)
@@ -124,7 +124,7 @@ class Adapter(nn.Module):
 
 
 def test_a_mask_is_drawn_before_it_is_read() -> None:
-    same_as_eager(Adapter(), "trace", (3, 10, 32), (3, 10, 5))
+    same_as_eager(Adapter(), "native", (3, 10, 32), (3, 10, 5))
 
 
 class Turned(nn.Module):
@@ -169,7 +169,7 @@ class Encoder(nn.Module):
 
 
 def test_an_encoder_layer_drops_what_it_drops_in_eager_mode() -> None:
-    same_as_eager(Encoder(), "trace", (3, 5, 8), (3, 5, 1))
+    same_as_eager(Encoder(), "native", (3, 5, 8), (3, 5, 1))
 
 
 # --- every operator ---------------------------------------------------------------------------------------------------
@@ -309,49 +309,10 @@ def test_code_of_a_faulty_step_is_not_found_again() -> None:
         with draws.Draws():
             return function(value)
 
-    before, after = graph_key.record(function, [x]).lines, graph_key.record(replaced, [x]).lines
-    assert before
-    assert after
-    assert "aten.bernoulli_" in "".join(before)
-    assert "purestep.drawn" in "".join(after)
-    assert "aten.bernoulli_.float (%" not in "".join(after)
-
-
-# --- several programs captured by Dynamo ------------------------------------------------------------------------------
-
-
-class Wide(nn.Module):
-    def __init__(self, width: int, looks: bool) -> None:
-        super().__init__()
-        self.looks, self.first, self.last = looks, nn.Linear(8, width), nn.Linear(width, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.looks:
-            assert x.shape[0] >= x.abs().argmax().item() * 0  # which a trace refuses
-        return self.last(functional.dropout(self.first(x), 0.1))
-
-
-@pytest.mark.parametrize(("looks", "capture"), [(True, "auto"), (False, "dynamo")])
-def test_programs_of_several_widths_are_captured_by_dynamo(looks: bool, capture: str) -> None:
-    batch = torch.randn(4, 8), torch.randn(4, 1)
-    for width in (16, 24, 32):
-        program = ps.program(Wide(width, looks), ps.supervised(nn.MSELoss()), ps.optim.sgd(0.1))
-        step = ps.compile_step(program.train_step, capture=capture, backend="aot_eager")
-        expected, _ = program.train_step(program.init(), batch)
-        found, _ = step(program.init(), batch)
-        torch.testing.assert_close(found.params["first.weight"], expected.params["first.weight"])
-
-
-def test_batches_of_two_sizes_with_dropout_are_captured_by_dynamo() -> None:
-    program = ps.program(Wide(16, False), ps.supervised(nn.MSELoss()), ps.optim.sgd(0.1))
-    step = ps.compile_step(program.train_step, capture="dynamo", backend="aot_eager")
-    state = program.init()
-    for size in (4, 3, 5, 6):
-        batch = torch.randn(size, 8), torch.randn(size, 1)
-        expected, _ = program.train_step(state, batch)
-        found, _ = step(state, batch)
-        torch.testing.assert_close(found.params["first.weight"], expected.params["first.weight"])
-    assert step.graphs == 3
+    before, after = (graph_key.lines(make_fx(each, tracing_mode="fake")(x)) for each in (function, replaced))
+    assert "aten::bernoulli_" in "".join(before)
+    assert "purestep::drawn" in "".join(after)
+    assert "aten::bernoulli_" not in "".join(after)
 
 
 # --- rounding ---------------------------------------------------------------------------------------------------------
@@ -389,13 +350,13 @@ ROUNDED: dict[str, Net] = {
 @pytest.mark.parametrize("name", ROUNDED)
 def test_what_is_cast_down_and_up_is_rounded(name: str, way: str) -> None:
     if way == "front" and name not in ("bfloat16", "arithmetic between"):
-        pytest.skip("the same settings as Dynamo's graphs")
+        pytest.skip("the same settings as the others")
     w = torch.randn(64)
 
     def step(state: dict[str, Tensor], x: Tensor) -> Any:
         return {"w": state["w"] + ROUNDED[name](x)}, {}
 
-    found, _ = ps.compile_step(step, capture="trace")({"w": torch.zeros(64)}, w)
+    found, _ = ps.compile_step(step)({"w": torch.zeros(64)}, w)
     assert torch.equal(found["w"], ROUNDED[name](w))
 
 
@@ -411,7 +372,7 @@ def test_a_setting_of_the_caller_holds(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for step, x, rounds in ((casts, w, False), (stays, low, True)):
         options = {"emulate_precision_casts": rounds}
-        found, _ = ps.compile_step(step, capture="trace", options=options)({"w": torch.zeros_like(x)}, x)
+        found, _ = ps.compile_step(step, options=options)({"w": torch.zeros_like(x)}, x)
         assert torch.equal(found["w"], step({"w": torch.zeros_like(x)}, x)[0]["w"]) == rounds
 
 
@@ -424,11 +385,11 @@ def test_a_precision_of_the_program_keeps_inductors_way_with_casts(
     class Enough(BaseException):
         """The way is chosen: the graph need not be compiled."""
 
-    def made_of(*_: Any) -> Any:
+    def made_of(*_: Any, **__: Any) -> Any:
         seen.append(inductor_config.emulate_precision_casts)
         raise Enough
 
-    monkeypatch.setattr(backend_, "_compile_graph", made_of)
+    monkeypatch.setattr(lower, "compiled", made_of)
     net = nn.Sequential(
         nn.Linear(8, 8),
         nn.GELU(),
@@ -442,8 +403,3 @@ def test_a_precision_of_the_program_keeps_inductors_way_with_casts(
     with pytest.raises(Enough):
         step(program.init(), (torch.randn(4, 3, 8), torch.randn(4, 3, 2)))
     assert seen == [False]
-
-
-def test_an_option_that_inductor_does_not_have_is_refused_at_once() -> None:
-    with pytest.raises(RuntimeError, match="no_such_option"):
-        backends.dynamo_backend("inductor", {"no_such_option": True})

@@ -17,7 +17,7 @@ from torch.nn import functional
 import purestep as ps
 from purestep.compile import fx_passes
 from purestep.compile.cpu import backend as backend_
-from purestep.compile.cpu import workspace
+from purestep.compile.cpu import cpp_library
 from purestep.compile.inductor_fixes import early_reductions, inplace_reuse
 from purestep.torch_ext import tracing
 from purestep.types import Loss, Program
@@ -218,10 +218,10 @@ def test_the_gradient_of_the_logits_does_not_live_to_the_end(cpu_plugin: None) -
     def train(options: dict[str, Any], found: list[int]) -> None:
         step = ps.compile_step(program.train_step, donate=True, options=options)
         step(program.init(), batch)
-        found.append(int(workspace.header()[1]))
+        found.append(cpp_library.loaded().purestep_held())
 
     def size(options: dict[str, Any]) -> int:
-        """Bytes of the workspace of a thread, which is new in a new thread."""
+        """Bytes of the memory of a thread, which is new in a new thread."""
         found: list[int] = []
         thread = threading.Thread(target=train, args=(options, found))
         thread.start()

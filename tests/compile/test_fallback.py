@@ -21,7 +21,6 @@ from purestep.compile import first_run
 from purestep.config import FitConfig
 from purestep.errors import StepContractError
 from purestep.loop import train_call
-from purestep.torch_ext import tracing
 from purestep.types import Program
 
 pytestmark = pytest.mark.compile
@@ -43,7 +42,7 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     there = SimpleNamespace(device_of=lambda state: torch.device("cuda"))
     monkeypatch.setattr("purestep.loop.train_call.data", there)
     monkeypatch.setattr("purestep.compile.cpu.backend.suits", lambda inputs: False)
-    monkeypatch.setattr("purestep.compile.graph_choice.guarded", lambda run, tensors: first_run._guarded(run))
+    monkeypatch.setattr("purestep.compile.graphs.guarded", lambda run, tensors: first_run._guarded(run))
 
 
 def failing_compilers(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
@@ -99,7 +98,7 @@ def test_a_graph_that_fails_in_its_first_run_leaves_a_state_that_lives(
 ) -> None:
     """The second graph of a window: its state is a live one, and some of it has been written."""
     program = mlp(accumulate=2)
-    monkeypatch.setattr("purestep.compile.graph_choice.guarded", lambda run, tensors: first_run._guarded(run))
+    monkeypatch.setattr("purestep.compile.graphs.guarded", lambda run, tensors: first_run._guarded(run))
     step = ps.compile_step(program.train_step, donate=donate, backend="aot_eager")
     state, _ = step(program.init(), batches(1)[0])
     before = ps.clone(state)
@@ -200,15 +199,13 @@ def test_auto_trains_what_looks_at_values_in_eager_and_says_so_once(monkeypatch:
     assert_trees_close(found.state, expected.state, exact=True)
 
 
-@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
-@pytest.mark.parametrize("capture", ["auto", "trace", "dynamo"])
 @pytest.mark.parametrize("name", LOOKS)
-def test_an_explicit_compile_of_what_looks_at_values_is_our_error_with_a_way_out(name: str, capture: str) -> None:
+def test_an_explicit_compile_of_what_looks_at_values_is_our_error_with_a_way_out(name: str) -> None:
     program = _looked_at(name)
     with pytest.raises(StepContractError) as met:
-        fit(program.init(), batches(1), program, epochs=1, compile={"capture": capture, "backend": "aot_eager"})
+        fit(program.init(), batches(1), program, epochs=1, compile={"backend": "aot_eager"})
     assert "eager mode" in met.value.hint
-    assert "capture='trace'" not in met.value.hint
+    assert "torch.compile(program.train_step)" in met.value.hint
     if name == "gaussian_nll_loss":
         assert "torch's gaussian_nll_loss" in met.value.hint
         assert "instead of if" not in met.value.hint
@@ -235,27 +232,26 @@ def _resized(outputs: Tensor, targets: Tensor) -> Tensor:
     return torch.nn.functional.interpolate(outputs[None, None], size=(size, 2)).mean()
 
 
-@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
 @pytest.mark.parametrize("metric", [_branch, _listed, _written, _by_numpy, _resized])
-def test_dynamo_refuses_a_metric_that_reads_values_at_its_line_with_a_cure_that_works(metric: Any) -> None:
+def test_a_metric_that_reads_values_is_refused_at_its_line_with_a_cure_that_works(metric: Any) -> None:
     """Whatever torch calls it, and whether its words are those of a read or not."""
     objective = ps.supervised(torch.nn.CrossEntropyLoss(), metrics={"own": metric})
     program = ps.program(torch.nn.Linear(4, 3), objective, ps.optim.sgd(0.1))
     state, batch = program.init(), batches(1)[0]
     with pytest.raises(StepContractError) as met:
-        ps.compile_step(program.train_step, capture="dynamo", backend="aot_eager")(state, batch)
+        ps.compile_step(program.train_step, backend="aot_eager")(state, batch)
     assert "eager mode" in met.value.hint
-    assert "capture='trace'" not in met.value.hint
+    assert "torch.compile(program.train_step)" in met.value.hint
     first = metric.__code__.co_firstlineno
     assert met.value.where in [f"{__file__}:{line}" for line in range(first, first + 3)]
     assert "SymIntArrayRef" not in str(met.value)
     program.train_step(state, batch)
 
 
-def test_a_step_that_fails_in_every_mode_raises_its_own_error_under_dynamo() -> None:
+def test_a_step_that_fails_in_every_mode_raises_its_own_error() -> None:
     program = mlp()
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as met:
-        ps.compile_step(program.train_step, capture="dynamo", backend="aot_eager")(
+        ps.compile_step(program.train_step, backend="aot_eager")(
             program.init(), (torch.ones(4, 9), torch.zeros(4, dtype=torch.long))
         )
     assert type(met.value) is RuntimeError
@@ -263,7 +259,7 @@ def test_a_step_that_fails_in_every_mode_raises_its_own_error_under_dynamo() -> 
 
 @pytest.mark.parametrize("kind", ["a wrong shape", "a value that is read", "a size that is read"])
 def test_a_failed_capture_leaves_activation_checkpointing_as_it_was(kind: str) -> None:
-    """Dynamo forbids hooks of saved tensors inside `torch.func.grad`, and a failed capture never came to its end."""
+    """Torch forbids hooks of saved tensors inside `torch.func.grad`."""
 
     class Net(torch.nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -273,33 +269,13 @@ def test_a_failed_capture_leaves_activation_checkpointing_as_it_was(kind: str) -
             return scores + _resized(scores, scores) if kind == "a size that is read" else scores
 
     program = ps.program(Net(4, 3), ps.supervised(torch.nn.CrossEntropyLoss()), ps.optim.sgd(0.1))
-    step = ps.compile_step(program.train_step, capture="dynamo", backend="aot_eager")
+    step = ps.compile_step(program.train_step, backend="aot_eager")
     batch = torch.ones(4, 9 if kind == "a wrong shape" else 4), torch.zeros(4, dtype=torch.long)
     with pytest.raises((StepContractError, RuntimeError)):
         step(program.init(), batch)
     x = torch.ones(3, requires_grad=True)
     checkpoint(torch.sin, x, use_reentrant=False).sum().backward()
     torch.testing.assert_close(x.grad, torch.ones(3).cos())
-
-
-@pytest.mark.parametrize("kinds", [["grad"], ["grad", "grad"], ["vmap", "grad"], ["jvp"], ["func"]])
-def test_a_graph_that_fails_leaves_no_transform_behind(kinds: list[str]) -> None:
-    """Dynamo of torch 2.11 then raises an internal error in place of the graph's."""
-    arguments: dict[str, tuple[Any, ...]] = {"vmap": (2, "error"), "func": (True,)}
-
-    @tracing.no_transforms_left()
-    def entered() -> None:
-        for kind in kinds:  # as Dynamo's graphs do
-            getattr(torch._C._functorch, f"_{kind}_increment_nesting")(*arguments.get(kind, ()))
-            if kind == "jvp":
-                torch._C._enter_dual_level()
-        raise ValueError("inside")
-
-    with pytest.raises(ValueError, match="inside"):
-        entered()
-    assert not tracing.transformed()
-    with torch.autograd.forward_ad.dual_level():  # there can be one
-        pass
 
 
 def _without_metrics(model: Any, batch: Any) -> ps.Loss:
@@ -318,11 +294,10 @@ def _counted_metrics(model: Any, batch: Any) -> ps.Loss:
 
 
 @pytest.mark.parametrize("objective", [_without_metrics, _more_metrics, _counted_metrics])
-@pytest.mark.parametrize("capture", ["trace", "dynamo"])
-def test_a_loss_without_metrics_is_captured(capture: str, objective: Any) -> None:
+def test_a_loss_without_metrics_is_captured(objective: Any) -> None:
     program = ps.program(torch.nn.Linear(4, 3), objective, ps.optim.sgd(0.1))
     state, batch = program.init(), batches(1)[0]
-    new, metrics = ps.compile_step(program.train_step, capture=capture, backend="aot_eager")(state, batch)
+    new, metrics = ps.compile_step(program.train_step, backend="aot_eager")(state, batch)
     expected, own = program.train_step(state, batch)
     assert_trees_close(ps.clone(new), expected)
     assert metrics.keys() == own.keys()
@@ -357,10 +332,9 @@ def test_draws_on_the_host_are_never_frozen_in_a_graph(
 ) -> None:
     """A compiled step would repeat the mask of its capture at every call, without a word."""
     program, data = ps.program(made(4, 3), ps.supervised(torch.nn.CrossEntropyLoss()), ps.optim.sgd(0.1)), batches(3)
-    for capture in ("auto", "trace"):
-        step = ps.compile_step(program.train_step, backend="aot_eager", capture=capture)
-        with pytest.raises(StepContractError, match=f"draws from {whose} global generator.*in eager mode"):
-            step(program.init(), data[0])
+    step = ps.compile_step(program.train_step, backend="aot_eager")
+    with pytest.raises(StepContractError, match=f"draws from {whose} global generator.*in eager mode"):
+        step(program.init(), data[0])
 
     on_cuda(monkeypatch)
     ready = train_call.ready_program(program, program.init(), FitConfig(epochs=1))
@@ -392,12 +366,7 @@ class Enlarged(torch.nn.Module):
         return torch.stack([each.square().mean() for each in larger])
 
 
-@pytest.mark.parametrize(
-    ("capture", "modes"), [("trace", ("bilinear", "bicubic", "trilinear")), ("dynamo", ("trilinear",))]
-)
-def test_the_variable_ci_does_not_keep_an_operator_from_the_compiler(
-    monkeypatch: pytest.MonkeyPatch, capture: Any, modes: tuple[str, ...]
-) -> None:
+def test_the_variable_ci_does_not_keep_an_operator_from_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor raises for an operator that torch decomposes and it does not lower, where this variable is set."""
     from torch._inductor import config, lowering
 
@@ -405,8 +374,10 @@ def test_the_variable_ci_does_not_keep_an_operator_from_the_compiler(
         lowering.lowerings.pop(getattr(torch.ops.aten, name).default, None)  # as in a new process
     monkeypatch.setenv("CI", "1")
     loss = ps.supervised(lambda y, _: y.sum())
-    program = ps.program(Enlarged(modes).double(), loss, ps.optim.sgd(0.1), precision="64-true")
+    program = ps.program(
+        Enlarged(("bilinear", "bicubic", "trilinear")).double(), loss, ps.optim.sgd(0.1), precision="64-true"
+    )
     batch = (torch.randn(1, 1, 2, 2, dtype=torch.float64), torch.zeros(1))
     with config.patch(fx_graph_cache=False):
-        new, _ = ps.compile_step(program.train_step, capture=capture)(program.init(), batch)
+        new, _ = ps.compile_step(program.train_step)(program.init(), batch)
     assert_trees_close(new.params, program.train_step(program.init(), batch)[0].params)

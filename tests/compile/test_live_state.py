@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 import purestep as ps
 from purestep import events, optim
-from purestep.compile import donation, live_state
+from purestep.compile import buffers, live_state
+from purestep.errors import StepContractError
 from purestep.types import Mean, Program, TrainState
 
 pytestmark = pytest.mark.compile
@@ -88,14 +89,46 @@ def gaps(step: Callable[..., Any], made: Program) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("donate", [True, "init"])
-def test_a_leaf_that_is_put_beside_live_states_is_taken(donate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("donate", [False, True, "init"])
+def test_a_tree_with_leaves_beside_its_states_is_copied(donate: Any) -> None:
     made = mlp()
     expected = gaps(towards(made), made)
-    assert gaps(ps.compile_step(towards(made), donate=donate, backend="aot_eager"), made) == pytest.approx(expected)
-    monkeypatch.setattr(live_state, "is_whole", lambda state, store: True)
-    wrong = gaps(ps.compile_step(towards(made), donate=donate, backend="aot_eager"), made)
-    assert wrong != pytest.approx(expected)
+    step = ps.compile_step(towards(made), donate=donate, backend="aot_eager")
+    assert gaps(step, made) == pytest.approx(expected)
+    state, _ = step(Pair(made.init(), ps.clone(made.init().params)), vector_batch())
+    kept = ps.clone(state)
+    step(state, vector_batch())
+    assert_trees_close(state, kept, exact=True)
+
+
+def test_such_a_tree_is_no_state_of_a_cuda_graph() -> None:
+    made = mlp()
+    step = ps.compile_step(towards(made), donate=True, cuda_graph=True, backend="aot_eager")
+    with pytest.raises(StepContractError, match="leaves beside its TrainStates.*context, or cuda_graph=None"):
+        step(Pair(made.init(), ps.clone(made.init().params)), vector_batch())
+
+
+def exchanged(step: Callable[..., Any], made: Program) -> Any:
+    """Two states in a dict, which change places between two calls."""
+    state, _ = step({"a": made.init(0), "b": made.init(1)}, vector_batch())
+    return ps.clone(step({"a": state["b"], "b": state["a"]}, vector_batch())[0])
+
+
+def test_states_that_change_places_in_a_tree_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = mlp()
+
+    def step(states: dict[str, TrainState], batch: Any) -> Any:
+        return {name: made.train_step(state, batch)[0] for name, state in states.items()}, {}
+
+    expected = exchanged(step, made)
+    assert_trees_close(exchanged(ps.compile_step(step, donate=True, backend="aot_eager"), made), expected)
+
+    def first_store(state: Any) -> Any:
+        return getattr(next(iter(state.values())), "live_store", None)
+
+    monkeypatch.setattr(live_state, "store_of", first_store)
+    with pytest.raises(AssertionError):
+        assert_trees_close(exchanged(ps.compile_step(step, donate=True, backend="aot_eager"), made), expected)
 
 
 def test_a_leaf_that_a_callback_puts_beside_live_states_is_taken() -> None:
@@ -178,7 +211,7 @@ def test_a_context_that_is_part_of_the_state_is_read_as_it_was(monkeypatch: pyte
 
     expected = overlaps(step)
     assert overlaps(ps.compile_step(step, donate=True)) == pytest.approx(expected, rel=1e-4)
-    monkeypatch.setattr(donation.DonatedBuffers, "without_aliases", lambda self, leaves: leaves)
+    monkeypatch.setattr(buffers.StateBuffers, "without_aliases", lambda self, leaves: leaves)
     assert overlaps(ps.compile_step(step, donate=True)) != pytest.approx(expected, rel=1e-4)
 
 
@@ -239,6 +272,6 @@ def test_a_batch_that_is_part_of_the_state_is_read_as_it_was(donate: Any, monkey
 
     expected = run(step)
     assert_trees_close(run(ps.compile_step(step, donate=donate)), expected)
-    monkeypatch.setattr(donation.DonatedBuffers, "without_aliases", lambda _, leaves: leaves)
+    monkeypatch.setattr(buffers.StateBuffers, "without_aliases", lambda _, leaves: leaves)
     wrong = run(ps.compile_step(step, donate=donate))
     assert not torch.equal(wrong["b"], expected["b"])

@@ -19,7 +19,7 @@ CASES: list[dict[str, Any]] = [
     {"params": "replicate"},
     {"params": "replicate", "kind": "uneven", "options": {"accumulate": 3}},
     {**SHARD, "kind": "empty", "options": {"microbatches": 2}},
-    {**SHARD, "kind": "uneven", "compiled": {"capture": "trace", "backend": "aot_eager"}},
+    {**SHARD, "kind": "uneven", "compiled": {"backend": "aot_eager"}},
     {**SHARD, "units": ["blocks.*"]},
 ]
 

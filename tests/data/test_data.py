@@ -1158,7 +1158,8 @@ def test_limit_refuses_other_amounts(amount: Any):
 
 
 def test_a_share_needs_a_length():
-    with pytest.raises(ConfigError, match=r"0\.5 of a loader without length"):
+    found = r"""fit: limit_batches=\{"train": 0\.5\} needs len\(loader\), and the loader 'train' has none"""
+    with pytest.raises(ConfigError, match=found + r""".*\(cure: .*limit_batches=\{"train": 100\}\)"""):
         limit(open_feed(itertools.count()), 0.5)
 
 

@@ -31,7 +31,7 @@ class Recorded(nn.Module):
             AT[1] += 1
         else:
             mask = torch.empty_like(x).bernoulli_(0.8)
-            MASKS.append(ps.tracing.unwrapped(mask).clone())
+            MASKS.append(ps.torch_ext.tracing.unwrapped(mask).clone())
         return x * mask / 0.8
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import pickle
 from typing import Any
 
 import pytest
@@ -74,7 +73,7 @@ def test_an_empty_batch_of_poisson_sampling_is_noise_alone():
     assert math.isnan(float(metrics["loss"]))
 
 
-def test_fit_trains_pickles_and_resumes():
+def test_fit_trains_and_resumes():
     chosen = ps.program(tiny_mlp(), CROSS_ENTROPY, ps.optim.adam(0.05), ema=0.5)
     private = ps.privacy.dp_sgd(chosen, max_norm=1.0, noise_multiplier=0.3)
     batches = [vector_batch(16, seed=seed) for seed in range(4)]
@@ -83,9 +82,6 @@ def test_fit_trains_pickles_and_resumes():
     assert 0 < result.history["train_clipped"][-1] <= 1
     ps.testing.assert_resumes(private, private.init(device="cpu"), batches)
     ps.testing.assert_pure(private.train_step, private.init(device="cpu"), batches[0])
-    loaded = pickle.loads(pickle.dumps(private))
-    state = private.init(device="cpu")
-    assert_trees_close(loaded.train_step(state, batches[0]), private.train_step(state, batches[0]), exact=True)
 
 
 def test_a_gradient_that_is_not_finite_is_refused():
@@ -104,7 +100,7 @@ class TestErrors:
         ("options", "match"),
         [
             ({"max_norm": 0}, "max_norm=0"),
-            ({"noise_multiplier": -1.0}, "negative"),
+            ({"noise_multiplier": -1.0}, "noise_multiplier=-1.0 must be a finite number of at least 0"),
             ({"chunk_size": 0}, "chunk_size=0"),
             ({"expected_batch_size": 0.5}, "expected_batch_size=0.5"),
         ],

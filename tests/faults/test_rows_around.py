@@ -257,7 +257,7 @@ def test_row_54_a_callback_gives_the_state_away() -> None:
 
     ends: list[Any] = []
     given = [at(events.StepEnd, 1, gives), at(events.FitEnd, 1, ends.append)]
-    with pytest.raises(StateError, match="donated at step 2") as caught:
+    with pytest.raises(StateError, match="this state in call 2") as caught:
         fit(program.init(), batches(3), step, epochs=1, callbacks=given)
     assert "in callback" in str(caught.value.__notes__)
     assert [str(end.state) for end in ends] == ["TrainState(donated)"]  # it is told the end all the same

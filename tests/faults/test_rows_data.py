@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import purestep as ps
 from purestep import events
-from purestep.compile import CompiledStep, graph_choice
+from purestep.compile import CompiledStep, graphs
 from purestep.data import feed as feed_
 from purestep.data import map_style, open_feed, workers
 from purestep.errors import DataError, Mismatch
@@ -376,7 +376,7 @@ def test_row_34_a_ragged_last_batch_is_one_more_graph() -> None:
 
 
 def test_row_34_fails_where_every_call_is_compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph_choice, "kinds", lambda leaves: object())
+    monkeypatch.setattr(graphs, "kinds", lambda leaves: object())
     fails(test_row_34_a_ragged_last_batch_is_one_more_graph)
 
 
@@ -487,8 +487,8 @@ def test_row_35_fails_where_nobody_looks_at_batches(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.compile
 def test_row_35_fails_where_a_compiled_step_tells_nobody_of_other_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    stacked = CompiledStep.stacked
-    monkeypatch.setattr(CompiledStep, "stacked", lambda self, *call, unlike=None: stacked(self, *call))
+    call = CompiledStep.call
+    monkeypatch.setattr(CompiledStep, "call", lambda self, *given, unlike=None: call(self, *given))
     for fault in ("a rank", "one missing"):
         fails(
             lambda fault=fault: test_row_35_another_structure_at_batch_5(fault, {"backend": "aot_eager"}),

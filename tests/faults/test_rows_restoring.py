@@ -278,7 +278,9 @@ def test_row_18_a_newer_format_is_refused_by_name(run: Path, monkeypatch: pytest
     forge(run / str(NEWEST), lambda record: record.update(format=3))
 
     def check() -> None:
-        with pytest.raises(errors.Mismatch, match=r"format 3, written by a newer purestep.*pip install -U purestep"):
+        with pytest.raises(
+            errors.Mismatch, match=r"format 3, written by a newer purestep.*cure: update your checkout of purestep, and"
+        ):
             restored(run)
 
     check()

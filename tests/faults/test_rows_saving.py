@@ -148,7 +148,7 @@ def test_row_03_fit_ends_at_the_next_step_or_goes_on_as_asked(
         assert snapshots.steps() == [1, 3, 4]
         assert snapshots.failed == 1
     assert "the run continues without a snapshot: " in caplog.text
-    with pytest.raises(errors.ConfigError, match="on_save_error is 'ignore'"):
+    with pytest.raises(errors.ConfigError, match="on_save_error='ignore'"):
         Snapshots(tmp_path, on_save_error="ignore")
 
 

@@ -676,12 +676,11 @@ def test_a_state_given_away_trains_the_same() -> None:
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("options", [{"backend": "aot_eager"}, {"backend": "aot_eager", "capture": "trace"}])
-def test_a_compiled_run_makes_the_same_bits(options: Any) -> None:
+def test_a_compiled_run_makes_the_same_bits() -> None:
     program = convnet(accumulate=3, ema=0.9)
     loaders = {"train": shuffled(), "val": [image_batch(4, 9)]}
     eager = fit(program.init(), loaders, program, epochs=2, compile=False)
-    found = fit(program.init(), loaders, program, epochs=2, compile=options)
+    found = fit(program.init(), loaders, program, epochs=2, compile={"backend": "aot_eager"})
     assert_trees_close(ps.clone(found.state), eager.state, exact=True)
     assert found.history.keys() == eager.history.keys()
     for name, column in eager.history.items():

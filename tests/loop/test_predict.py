@@ -166,7 +166,7 @@ def test_wrong_arguments_say_what_to_pass() -> None:
         ps.predict(ps.Program(program.train_step), state, BATCHES["pairs"])
     with pytest.raises(DataError, match="empty"):
         ps.predict(program, state, [])
-    with pytest.raises(ConfigError, match="view is 'raw'"):
+    with pytest.raises(ConfigError, match="view='raw'"):
         ps.predict(program, state, BATCHES["pairs"], view="raw")
 
 

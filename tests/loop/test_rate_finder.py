@@ -210,11 +210,11 @@ def test_a_group_can_be_swept_alone() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"low": 0.0}, "low is 0.0"),
-        ({"high": 1e-8}, "high is 1e-08"),
-        ({"steps": 1}, "steps is 1"),
-        ({"smoothing": 1.0}, "smoothing is 1.0"),
-        ({"divergence": 1.0}, "divergence is 1.0"),
+        ({"low": 0.0}, "low=0.0"),
+        ({"high": 1e-8}, "high=1e-08"),
+        ({"steps": 1}, "steps=1"),
+        ({"smoothing": 1.0}, "smoothing=1.0"),
+        ({"divergence": 1.0}, "divergence=1.0"),
     ],
 )
 def test_numbers_out_of_range_are_errors(options: dict[str, Any], message: str) -> None:

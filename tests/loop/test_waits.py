@@ -18,7 +18,6 @@ from purestep.loop import nonfinite_steps as halted
 from purestep.loop.purity_check import PurityCheck
 from purestep.loop.window_position import counting
 from purestep.step import Accum, accumulation, train_step, update
-from purestep.torch_ext import decisions as flags
 from purestep.torch_ext import tracing
 
 
@@ -78,7 +77,7 @@ class Branches:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened = self.closed = 0
         shut = SimpleNamespace(**{**vars(tracing), "may_read": lambda value: False, "may_branch": lambda value: False})
-        for module in (accumulation, update, flags):
+        for module in (accumulation, update):
             monkeypatch.setattr(module, "tracing", shut)
         keep_open, close = accumulation._keep_open, accumulation.close
         monkeypatch.setattr(accumulation, "_keep_open", lambda *given: self._count(keep_open, given, opened=1))

@@ -110,7 +110,7 @@ def test_a_compiled_step_names_the_buffer_that_a_kernel_resizes(kind: str, backe
     net = quantization.prepare_qat(net)
     x = torch.randn(8, 1, 4, 4)
     program = ps.program(net, ps.supervised(nn.MSELoss()), ps.optim.sgd(0.1))
-    step, state = ps.compile_step(program.train_step, backend=backend, capture="trace"), program.init()
+    step, state = ps.compile_step(program.train_step, backend=backend), program.init()
     with pytest.raises(ps.errors.StepContractError, match=r"0\.weight_fake_quant.*call model\(x\) once in train mode"):
         step(state, (x, torch.zeros(8, {"conv": 16, "linear": 32}[kind])))
     assert int(state.step) == 0

@@ -123,7 +123,7 @@ def test_a_model_trains_as_it_is_eager_and_traced_alike(make: Callable[[], Made]
     first, last = eager.history["train_loss"]
     assert last < 0.93 * first
     assert eager.history["val_loss"][-1] < last  # without dropout, on what it was trained on
-    traced = trained(make, compile={"capture": "auto", "backend": "aot_eager"})
+    traced = trained(make, compile={"backend": "aot_eager"})
     # Dropout too draws the same masks: the graph's operations are those of the eager step, in the same order.
     assert traced.history["train_loss"] == pytest.approx(eager.history["train_loss"], rel=1e-5)
 
@@ -190,7 +190,7 @@ def after_two_steps(
     torch.manual_seed(0)
     model, batch = make()
     program = ps.program(checkpointed(model) if checkpoint else model, ps.hf_loss(), optim.sgd(0.1), engine=engine)
-    step = ps.compile_step(program.train_step, capture="trace", backend="aot_eager") if graph else program.train_step
+    step = ps.compile_step(program.train_step, backend="aot_eager") if graph else program.train_step
     state = program.init(0)
     for _ in range(2):
         state, _ = step(state, batch)

@@ -146,7 +146,7 @@ def test_the_view_of_another_state_is_an_error_with_the_cure() -> None:
     with pytest.raises(StateError, match="not a TrainState"):
         optim.schedule_free_view({})  # type: ignore[arg-type]
     for make in (optim.schedule_free_sgd, optim.schedule_free_adamw):
-        with pytest.raises(ConfigError, match=r"b1 is 0\.0, outside \(0, 1\)"):
+        with pytest.raises(ConfigError, match=r"b1=0\.0 must be in \(0, 1\) \(cure: 0\.9 is the default"):
             make(0.1, b1=0.0)
 
 
@@ -176,8 +176,11 @@ def test_a_leaf_inside_of_lookahead_can_be_set() -> None:
     ("make", "message"),
     [
         (lambda: optim.lookahead(optim.adamw), "inner is a function"),
-        (lambda: optim.lookahead(optim.adamw(), 0), "sync_period is 0"),
-        (lambda: optim.lookahead(optim.adamw(), 5, 1.5), "slow_step_size is 1.5"),
+        (lambda: optim.lookahead(optim.adamw(), 0), "sync_period=0"),
+        (
+            lambda: optim.lookahead(optim.adamw(), 5, 1.5),
+            r"slow_step_size=1\.5 must be in \[0, 1\] \(cure: 0\.5 is",
+        ),
     ],
 )
 def test_lookahead_names_what_is_wrong(make: Any, message: str) -> None:
@@ -256,5 +259,8 @@ def test_labels_and_errors_know_kernels() -> None:
         optim.muon(0.1).init({"w": torch.ones(4, 3, 3, 3)})
     with pytest.raises(StateError, match=r"shape \(4,\)"):
         optim.muon(0.1, flatten=True).init({"w": torch.ones(4)})
-    with pytest.raises(ConfigError, match=r"muon: adjust is -0\.1"):
+    with pytest.raises(
+        ConfigError,
+        match=r"muon: adjust=-0\.1 must be a finite number of at least 0 \(cure: 'original' is the default\)",
+    ):
         optim.muon(0.1, adjust=-0.1)

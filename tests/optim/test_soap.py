@@ -142,11 +142,10 @@ def run(step: Any, state: ps.TrainState) -> ps.TrainState:
 
 
 @pytest.mark.compile
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of Dynamo itself
-@pytest.mark.parametrize("capture", ["auto", "trace"])
-def test_a_compiled_step_is_the_eager_one(capture: Any) -> None:
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_compiled_step_is_the_eager_one() -> None:
     eager = program()
-    step = ps.compile_step(eager.train_step, backend="aot_eager", capture=capture)
+    step = ps.compile_step(eager.train_step, backend="aot_eager")
     found, expected = run(step, eager.init()), run(eager.train_step, eager.init())
     assert_trees_close(found, expected, rtol=1e-8, atol=1e-10)
 
@@ -220,11 +219,11 @@ def test_low_precisions_keep_their_dtypes_and_rotate_in_float32(dtype: torch.dty
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"b1": 1.0}, r"soap: b1 is 1\.0, outside"),
-        ({"shampoo_beta": -0.1}, r"soap: shampoo_beta is -0\.1"),
-        ({"precondition_frequency": 0}, "soap: precondition_frequency is 0, no int of at least 1"),
-        ({"max_precond_dim": 1.5}, r"soap: max_precond_dim is 1\.5"),
-        ({"eps": -1.0}, "soap: eps is -1"),
+        ({"b1": 1.0}, r"soap: b1=1\.0"),
+        ({"shampoo_beta": -0.1}, r"soap: shampoo_beta=-0\.1"),
+        ({"precondition_frequency": 0}, "soap: precondition_frequency=0 must be an int of at least 1"),
+        ({"max_precond_dim": 1.5}, r"soap: max_precond_dim=1\.5"),
+        ({"eps": -1.0}, "soap: eps=-1"),
     ],
 )
 def test_numbers_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:

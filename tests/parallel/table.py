@@ -39,8 +39,8 @@ SHARES: dict[str, dict[str, Any]] = {
 }
 RUNS: dict[str, dict[str, str] | None] = {
     "eager": None,
-    "trace": {"capture": "trace", "backend": "aot_eager"},
-    "inductor": {"capture": "trace", "backend": "inductor"},
+    "trace": {"backend": "aot_eager"},
+    "inductor": {"backend": "inductor"},
 }
 
 

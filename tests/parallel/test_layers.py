@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import purestep as ps
-from purestep.model.functional import Shown
+from purestep.parallel.units import Shown
 
 from . import cases, processes
 
 BATCHNORM: dict[str, Any] = {"problem": "normalized", "batches": "images", "params": "replicate"}
-TRACE = {"capture": "trace", "backend": "aot_eager"}
+TRACE = {"backend": "aot_eager"}
 SYNCED: list[dict[str, Any]] = [
     {**BATCHNORM, "batchnorm": "sync"},
     {**BATCHNORM, "batchnorm": "sync", "kind": "uneven", "options": {"accumulate": 3}},
@@ -71,7 +71,7 @@ def test_averaged_statistics_are_other_ones(results: list[dict[str, Any]]) -> No
 def test_batch_normalization_has_no_default() -> None:
     with pytest.raises(ps.errors.ConfigError, match=r'norm.*batchnorm="sync".*batchnorm="average"'):
         ps.distribute(cases.normalized(), ps.parallel.Mesh(data=2))
-    with pytest.raises(ps.errors.ConfigError, match="batchnorm is 'none'"):
+    with pytest.raises(ps.errors.ConfigError, match="batchnorm='none'"):
         ps.distribute(cases.normalized(), ps.parallel.Mesh(data=2), batchnorm="none")
 
 
@@ -150,7 +150,7 @@ def test_parameters_of_a_unit_cannot_be_read_outside() -> None:
     [
         (["layers.*"], "matches no module"),
         (["blocks.0", "blocks.0.up"], "blocks.0.up lies inside of the unit blocks.0"),
-        ("blocks", "units is 'blocks'"),
+        ("blocks", "units='blocks'"),
     ],
 )
 def test_units_are_checked(units: Any, problem: str) -> None:

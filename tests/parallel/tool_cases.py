@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 import purestep as ps
 from purestep import errors, optim, tree
 from purestep.events import Histograms
-from purestep.step import batch_gradient, exchange
+from purestep.step import differentiable, exchange
 
 from . import cases, fitting
 from .fitting import alone, distance, gathered
@@ -87,7 +87,7 @@ def unweighted() -> Any:
         del local
         return exchange.mean_gradients(form, state, grads, weight / 2, weight)
 
-    return mock.patch.object(batch_gradient, "exchange", SimpleNamespace(mean_gradients=mean))
+    return mock.patch.object(differentiable, "exchange", SimpleNamespace(mean_gradients=mean))
 
 
 # --- predict ----------------------------------------------------------------------------------------------------------

@@ -410,36 +410,39 @@ def built() -> Any:
 
 
 BAD: list[tuple[Callable[[], Any], str]] = [
-    (lambda: schedules.constant(math.nan), r"constant: value=nan is no finite int or float"),
-    (lambda: schedules.linear(1.0, math.inf, transition_steps=3), r"linear: end_value=inf is no finite int or float"),
-    (lambda: schedules.linear(1.0, 0.0, transition_steps=0), r"transition_steps=0 is no int of at least 1"),
-    (lambda: schedules.linear(True, 0.0, transition_steps=1), r"init_value=True is no finite int or float"),
-    (lambda: schedules.polynomial(1.0, 0.0, transition_steps=3, power=0.0), r"polynomial: power=0\.0 is not positive"),
-    (lambda: schedules.cosine(1.0, 10.0), r"decay_steps=10\.0 is no int of"),  # pyright: ignore[reportArgumentType]  # the point of the test
+    (lambda: schedules.constant(math.nan), r"constant: value=nan must be a finite number"),
+    (lambda: schedules.linear(1.0, math.inf, transition_steps=3), r"linear: end_value=inf must be a finite number"),
+    (lambda: schedules.linear(1.0, 0.0, transition_steps=0), r"transition_steps=0 must be an int of at least 1"),
+    (lambda: schedules.linear(True, 0.0, transition_steps=1), r"init_value=True must be a finite number"),
+    (
+        lambda: schedules.polynomial(1.0, 0.0, transition_steps=3, power=0.0),
+        r"polynomial: power=0\.0 must be greater than 0",
+    ),
+    (lambda: schedules.cosine(1.0, 10.0), r"decay_steps=10\.0 must be an int of"),  # pyright: ignore[reportArgumentType]  # the point of the test
     (
         lambda: schedules.warmup_cosine(1.0, 10, total=10),
         r"warmup=10 leaves no updates of total=10.*cure: warmup=1, total",
     ),
     (lambda: schedules.warmup_cosine(1.0, 200, total=100), r"warmup_cosine: warmup=200 leaves no updates of total=100"),
-    (lambda: schedules.warmup_cosine(1.0, -1, total=100), r"warmup=-1 is no int of at least 0"),
+    (lambda: schedules.warmup_cosine(1.0, -1, total=100), r"warmup=-1 must be an int of at least 0"),
     (
         lambda: schedules.warmup_stable_decay(1.0, 6, decay=5, total=10),
         r"warmup=6 and decay=5 are more than total=10 \(cure: total=11",
     ),
     (lambda: schedules.warmup_stable_decay(1.0, 0, decay=1, total=9, shape="cubic"), r"shape='cubic'"),  # pyright: ignore[reportArgumentType]  # the point of the test
-    (lambda: schedules.warm_restarts(1.0, 0), r"warm_restarts: T_0=0 is no int of at least 1"),
-    (lambda: schedules.warm_restarts(1.0, 5, T_mult=1.5), r"warm_restarts: T_mult=1\.5 is no int"),  # pyright: ignore[reportArgumentType]  # the point of the test
-    (lambda: schedules.warm_restarts(1.0, 5, eta_min=math.nan), r"warm_restarts: eta_min=nan is no finite"),
-    (lambda: schedules.step(1.0, 0), r"step: step_size=0 is no int of"),
-    (lambda: schedules.step(1.0, 1, gamma=-0.1), r"gamma=-0\.1 is not positive"),
-    (lambda: schedules.multistep(1.0, [3, 0]), r"multistep: milestones=0 is no int of at least 1"),
-    (lambda: schedules.exponential(1.0, 0.0), r"exponential: gamma=0\.0 is not positive"),
-    (lambda: schedules.exponential(1.0, 0.9, end_value=math.nan), r"end_value=nan is no finite int or float"),
+    (lambda: schedules.warm_restarts(1.0, 0), r"warm_restarts: T_0=0 must be an int of at least 1"),
+    (lambda: schedules.warm_restarts(1.0, 5, T_mult=1.5), r"warm_restarts: T_mult=1\.5 must be an int"),  # pyright: ignore[reportArgumentType]  # the point of the test
+    (lambda: schedules.warm_restarts(1.0, 5, eta_min=math.nan), r"warm_restarts: eta_min=nan must be a finite"),
+    (lambda: schedules.step(1.0, 0), r"step: step_size=0 must be an int of"),
+    (lambda: schedules.step(1.0, 1, gamma=-0.1), r"gamma=-0\.1 must be greater than 0"),
+    (lambda: schedules.multistep(1.0, [3, 0]), r"multistep: milestones=0 must be an int of at least 1"),
+    (lambda: schedules.exponential(1.0, 0.0), r"exponential: gamma=0\.0 must be greater than 0"),
+    (lambda: schedules.exponential(1.0, 0.9, end_value=math.nan), r"end_value=nan must be a finite number"),
     (lambda: schedules.one_cycle(1.0, 3), r"pct_start=0\.3 of total_steps=3 leaves a phase without an update"),
     (lambda: schedules.one_cycle(1.0, 100, pct_start=1.0), r"pct_start=1\.0 of total_steps=100 leaves a phase"),
     (lambda: schedules.one_cycle(1.0, 100, pct_start=0.6, three_phase=True), r"leaves a phase without an update"),
     (lambda: schedules.one_cycle(1.0, 100, anneal_strategy="exp"), r"anneal_strategy='exp'"),  # pyright: ignore[reportArgumentType]  # the point of the test
-    (lambda: schedules.piecewise(1.0, {0: 0.1}), r"boundaries_and_scales=0 is no int of at least 1"),
+    (lambda: schedules.piecewise(1.0, {0: 0.1}), r"boundaries_and_scales=0 must be an int of at least 1"),
     (lambda: schedules.piecewise(1.0, {5: -0.1}), r"piecewise: the scale -0\.1 at 5 is negative"),
     (lambda: schedules.piecewise(1.0, {}, interpolate_type="cubic"), r"interpolate_type='cubic'"),  # pyright: ignore[reportArgumentType]  # the point of the test
     (lambda: schedules.join([], []), r"join: 0 schedules and the boundaries \[\]"),
@@ -448,7 +451,7 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: schedules.multistep(1.0, 0.1), r"multistep: milestones=0\.1 is no list \(cure: milestones=\[30"),  # pyright: ignore[reportArgumentType]  # the point of the test
     (lambda: schedules.multistep(1.0, torch.tensor(3)), r"milestones=tensor\(3\) is no list"),  # pyright: ignore[reportArgumentType]  # the point of the test
     (lambda: schedules.piecewise(1.0, 0.1), r"piecewise: boundaries_and_scales=0\.1 is not a mapping \(cure: \{30: 0"),  # pyright: ignore[reportArgumentType]  # the point of the test
-    (lambda: schedules.piecewise(1.0, {"a": 0.1, 3: 0.1}), r"boundaries_and_scales='a' is no int of"),  # pyright: ignore[reportArgumentType]  # the point of the test
+    (lambda: schedules.piecewise(1.0, {"a": 0.1, 3: 0.1}), r"boundaries_and_scales='a' must be an int of"),  # pyright: ignore[reportArgumentType]  # the point of the test
     (lambda: schedules.join(0.1, [3]), r"join: schedules=0\.1 is no list \(cure: join\(\[warmup, decay"),  # pyright: ignore[reportArgumentType]  # the point of the test
     (lambda: schedules.join([schedules.constant(1.0)] * 2, 3), r"join: boundaries=3 is no list"),  # pyright: ignore[reportArgumentType]  # the point of the test
     (
@@ -456,7 +459,7 @@ BAD: list[tuple[Callable[[], Any], str]] = [
         r"schedules\[1\]=0\.1 is no function \(cure: schedules\.constant\(0\.1\)\)",
     ),
     (lambda: schedules.per_epoch(0.1, updates_per_epoch=9), r"per_epoch: schedule=0\.1 is no function \(cure: per_e"),  # pyright: ignore[reportArgumentType]  # the point of the test
-    (lambda: schedules.per_epoch(schedules.constant(1.0), updates_per_epoch=0), r"updates_per_epoch=0 is no int"),
+    (lambda: schedules.per_epoch(schedules.constant(1.0), updates_per_epoch=0), r"updates_per_epoch=0 must be an int"),
     (
         lambda: schedules.from_torch_scheduler(torch_schedulers.ReduceLROnPlateau, 0.1, steps=3),
         r"ReduceLROnPlateau depends on a metric.*cure: ps\.fit\(\.\.\., callbacks=\[ps\.reduce_on_plateau",
@@ -467,7 +470,7 @@ BAD: list[tuple[Callable[[], Any], str]] = [
         lambda: schedules.from_torch_scheduler(lambda optimizer: None, 0.1, steps=3),
         r"is a NoneType, not a class",
     ),  # pyright: ignore[reportArgumentType]  # the point of the test
-    (lambda: schedules.from_torch_scheduler(torch_schedulers.ExponentialLR, 0.1, steps=0, gamma=1), r"steps=0 is no"),
+    (lambda: schedules.from_torch_scheduler(torch_schedulers.ExponentialLR, 0.1, steps=0, gamma=1), r"steps=0 must be"),
     (
         lambda: schedules.from_torch_scheduler(
             torch_schedulers.LambdaLR, 0.1, steps=9, lr_lambda=lambda t: math.inf if t == 4 else 1.0

@@ -67,6 +67,24 @@ def test_a_line_an_epoch_where_there_is_no_terminal():
     ]
 
 
+def test_a_resumed_run_names_its_directory_and_a_finished_one_does_not_resume():
+    stream = io.StringIO()
+    sink = progress(stream)
+    sink(dataclasses.replace(start(epoch=1, updates=4, resumed=True), directory=Path("/home/me/runs/a")))
+    sink(dataclasses.replace(start(epoch=3, updates=12, resumed=True), directory=Path("runs/b")))
+    assert stream.getvalue().splitlines() == ["resumed after epoch 1, update 4 of runs/a"]
+
+
+def test_each_group_shows_its_learning_rate():
+    stream = io.StringIO()
+    sink = progress(stream)
+    sink(start())
+    sink(epoch_end(1, **{"lr/slow": 1e-4, "lr/fast": 1e-2}))
+    (line,) = stream.getvalue().splitlines()
+    assert "lr/slow 1.0e-04  lr/fast 1.0e-02" in line
+    assert "  lr 3.0e-04" not in line
+
+
 def test_resuming_and_stopping_early_are_said():
     stream = io.StringIO()
     sink = progress(stream)

@@ -328,20 +328,23 @@ def test_records_that_json_would_change(tmp_path, kwargs, text):
 
 @pytest.mark.parametrize("step", [-1, True, 1.5, "1", 10**18])
 def test_steps_that_are_no_counts(tmp_path, step):
-    with Snapshots(tmp_path) as snapshots, pytest.raises(errors.SnapshotError, match="step is"):
+    with (
+        Snapshots(tmp_path) as snapshots,
+        pytest.raises(errors.SnapshotError, match=f"step={step!r} must be an int in"),
+    ):
         snapshots.save(step, small())
 
 
 @pytest.mark.parametrize(
     ("kwargs", "text"),
     [
-        ({"keep": 0}, "keep is 0"),
-        ({"keep_best": -1}, "keep_best is -1"),
+        ({"keep": 0}, "keep=0 must be an int of at least 1"),
+        ({"keep_best": -1}, "keep_best=-1"),
         ({"every_steps": 0}, "every_steps=0"),
         ({"every_steps": "a"}, "every_steps='a'"),
-        ({"keep": "3"}, "keep is '3'"),
-        ({"keep_best": None}, "keep_best is None"),
-        ({"monitor": "loss", "mode": "best"}, "mode is 'best'"),
+        ({"keep": "3"}, "keep='3' must be an int of at least 1"),
+        ({"keep_best": None}, "keep_best=None"),
+        ({"monitor": "loss", "mode": "best"}, "mode='best'"),
     ],
 )
 def test_settings_that_make_no_sense(tmp_path, kwargs, text):

@@ -226,7 +226,7 @@ def leaf(**changes) -> dict[str, object]:
         ({"leaves": {"w": leaf(crc32=None)}}, "with digest None"),
         ({"leaves": {"w": leaf(dtype="python.int", value="1")}}, "'1' as Python int"),
         ({"leaves": [1]}, "not a manifest"),
-        ({"step": 7}, "holds step 7"),
+        ({"step": 7}, "the manifest is of step 7, not of"),
         ({"step": "1"}, "'1' where a count"),
         ({"files": {"../../outside": {"size": 3, "crc32": None}}}, "missing where 3 bytes were written"),
         ({"metrics": {"loss": "low"}}, "not a manifest"),

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import purestep as ps
-from purestep import batch_objects, tree
+from purestep import tree
 from purestep.data import check_batch
 from purestep.diagnostics import purity
 from purestep.errors import DataError, NonFiniteError, StepContractError
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 class Moved:
-    """What torch_geometric, tokenizers and many a project's own code hand out."""
+    """As torch_geometric and many a project's own code hand out: a class that says nothing of what it holds."""
 
     def __init__(self, x: Any, y: Any) -> None:
         self.x, self.y = x, y
@@ -37,15 +37,11 @@ class Moved:
         return type(self)(self.x.to(device), self.y.to(device))
 
 
-class Pinned(Moved):
-    """Says where it is, and pins itself."""
+class Plain:
+    """Without a `to`."""
 
-    @property
-    def device(self) -> torch.device:
-        return self.x.device
-
-    def pin_memory(self) -> Pinned:
-        return self
+    def __init__(self, x: Any, y: Any) -> None:
+        self.x, self.y = x, y
 
 
 class Slotted:
@@ -54,23 +50,19 @@ class Slotted:
     def __init__(self, x: Any, y: Any) -> None:
         self.x, self.y = x, y
 
-    def to(self, device: Any) -> Slotted:
-        return Slotted(self.x.to(device), self.y.to(device))
 
-
-class Plain:
-    """Without a `to`: the pieces take it where nothing has to move."""
+class Stored:
+    """Holds its tensors in a mapping, as a graph of torch_geometric does."""
 
     def __init__(self, x: Any, y: Any) -> None:
-        self.x, self.y = x, y
+        self._store = UserDict(x=x, more=[y])
 
 
-class Wrapped(Moved):
-    """Holds something that nobody can look into."""
+class Registered(Plain):
+    """Another library's class, made known by `tree.register`."""
 
-    def __init__(self, x: Any, y: Any) -> None:
-        super().__init__(x, y)
-        self.handle = object()
+
+tree.register(Registered, vars, Registered)
 
 
 class AttrsLike:
@@ -101,10 +93,7 @@ class Named(NamedTuple):
 
 OBJECTS: dict[str, Callable[[Any, Any], Any]] = {
     "a NamedTuple": Named,
-    "with to": Moved,
-    "with to and device": Pinned,
-    "with slots": Slotted,
-    "without to": Plain,
+    "registered": Registered,
     "attrs": AttrsLike,
     "a namespace": lambda x, y: types.SimpleNamespace(x=x, y=y),
     "a dataclass": Data,
@@ -227,7 +216,7 @@ def test_one_of_another_dtype_is_refused_by_its_path(make: Any) -> None:
 
 
 def test_a_run_on_objects_goes_on(tmp_path: Path) -> None:
-    given = batches(Moved)
+    given = batches(Data)
     fit(given, steps=2, snapshots=tmp_path)
     assert fit(given, steps=-1, snapshots=tmp_path) == fit(given)
 
@@ -240,13 +229,39 @@ def test_objects_have_one_graph_a_size() -> None:
     assert step.graphs == 2
 
 
-def test_what_cannot_be_looked_into_runs_in_eager_alone() -> None:
-    given = batches(Wrapped)
-    assert fit(given) == by_hand(batches(Named))
-    with pytest.raises(
-        StepContractError, match=r"batch: a Wrapped in the batch, which no compiled graph can hold \(cure: pass a"
-    ):
-        fit(given, compile=COMPILED)
+@pytest.mark.parametrize("make", [Moved, Plain, Slotted, Stored])
+def test_an_object_of_another_class_is_refused_with_the_cure(make: Any) -> None:
+    kind = make.__name__
+    told = (
+        rf"is a {kind}, an object that holds tensors, .*\(cure: make a dict of its tensors in the loader's collate_fn"
+    )
+    program, batch = linear(), batches(make)[0]
+    state = program.init()
+    for step in (program.train_step, program.eval_step, ps.compile_step(program.train_step, **COMPILED)):
+        with pytest.raises(DataError, match=rf"^batch(/0)?: {told}"):
+            step(state, batch)
+    for given in ([batch], [(torch.ones(2), [batch])]):
+        with pytest.raises(DataError, match=rf"batch.* {told}"):
+            fit(given)
+
+
+def test_one_is_refused_whatever_was_seen_before() -> None:
+    """A batch decides by its class: neither another batch nor the other attributes change it."""
+    for _ in range(2):
+        with pytest.raises(DataError, match=r"^batch/0: is a Plain"):
+            tree.dicts([Plain(torch.ones(1), object())])
+        assert tree.leaves(tree.dicts(Data(1, "text"))) == [1, "text"]
+        assert tree.dicts(Plain(1, "no tensor")).x == 1
+
+
+def test_the_cure_of_a_registered_class_works_compiled() -> None:
+    given = batches(Registered)
+    assert fit(given, linear(microbatches=2), compile=COMPILED) == pytest.approx(
+        by_hand(batches(Named), microbatches=2), rel=1e-6
+    )
+    moved = ps.to_device(given[0], torch.device("meta"))
+    assert type(moved) is Registered
+    assert moved.x.device.type == "meta"
 
 
 @pytest.mark.parametrize(
@@ -260,7 +275,7 @@ def test_what_cannot_be_looked_into_runs_in_eager_alone() -> None:
 )
 def test_an_array_in_a_compiled_batch_is_named(array: Any, cure: str) -> None:
     program = linear(objective=lambda model, batch, *context: objective(model, batch))
-    x, y = batches(Moved)[0].x, batches(Moved)[0].y
+    x, y = batches(Data)[0].x, batches(Data)[0].y
     for step in (ps.compile_step(program.train_step, **COMPILED), ps.compile_step(program.eval_step, **COMPILED)):
         with pytest.raises(StepContractError, match=rf"^batch/info/0: is an array of {cure}"):
             step(program.init(), {"x": x, "y": y, "info": [array]})
@@ -277,7 +292,7 @@ def test_an_object_without_a_tensor_is_refused() -> None:
 
 def test_objects_move_with_all_they_hold() -> None:
     meta = torch.device("meta")
-    for make in (AttrsLike, Plain, Frozen, OBJECTS["a namespace"]):
+    for make in (AttrsLike, Registered, Frozen, OBJECTS["a namespace"]):
         batch = make(torch.ones(2), [torch.ones(1), np.ones(1)])
         moved = ps.to_device(batch, meta)
         assert type(moved) is type(batch)
@@ -289,16 +304,7 @@ def test_objects_move_with_all_they_hold() -> None:
 
 def test_what_is_no_record_has_no_attributes() -> None:
     for node in (torch.ones(1), torch.nn.Linear(1, 1), torch.device("cpu"), object(), {"x": 1}, (1,), int, len, None):
-        assert batch_objects.attributes(node) is None
-
-
-def test_an_object_is_a_record_by_what_it_holds() -> None:
-    class Fresh(Plain):
-        pass
-
-    assert batch_objects.attributes(Fresh(1, "no tensor")) is None
-    assert batch_objects.attributes(Fresh(torch.ones(1), object())) is None
-    assert batch_objects.attributes(Fresh(1, {"a": [torch.ones(1)]})) is not None
+        assert tree.attributes(node) is None
 
 
 # --- sparse and nested tensors ----------------------------------------------------------------------------------------
@@ -557,27 +563,51 @@ def test_lists_of_one_mapping_a_picture_are_cut_by_pictures(boxes: list[int], fo
 def test_three_pictures_of_three_channels_are_no_columns() -> None:
     batch = ([torch.ones(3, 8, 8)] * 3, [{"boxes": torch.ones(3, 4)}] * 3)
     assert shapes(cut(batch, 3)) == [([(3, 8, 8)], [{"boxes": (3, 4)}])] * 3
-    ragged = ([torch.ones(3, 8, 8)] * 3, [torch.ones(n, 4) for n in (3, 1, 2)])
-    assert shapes(cut(ragged, 3)) == [([(3, 8, 8)], [(n, 4)]) for n in (3, 1, 2)]
+
+
+AMBIGUOUS = {
+    "two inside": (torch.ones(2, 3), [torch.ones(2, 1), torch.ones(2, 4)]),
+    "two and two": ([torch.ones(4, 3), torch.ones(4, 3)], [torch.ones(4, 1), torch.ones(4, 1)]),
+    "two views": {"views": [torch.ones(8, 3), torch.ones(8, 3)]},
+    "three pictures of three channels": ([torch.ones(3, 8, 8)] * 3, [0, 1, 2]),
+}
+
+
+@pytest.mark.parametrize("batch", AMBIGUOUS.values(), ids=AMBIGUOUS)
+def test_a_list_of_columns_or_of_examples_is_refused_with_the_cure(batch: Any) -> None:
+    with pytest.raises(
+        DataError, match=r"one for each row, or columns \(cure: stack tensors .*name columns: .*one dict"
+    ):
+        cut(batch)
+
+
+def test_the_cures_of_an_ambiguous_list_are_cut() -> None:
+    assert (
+        shapes(cut({"views": {"a": torch.ones(8, 3), "b": torch.ones(8, 3)}}))
+        == [{"views": {"a": (4, 3), "b": (4, 3)}}] * 2
+    )
+    assert shapes(cut((torch.ones(3, 3, 8, 8), torch.arange(3)), 3)) == [((1, 3, 8, 8), (1,))] * 3
+    assert [len(part["x"]) for part in cut({"x": [{"picture": torch.ones(3, 8, 8)} for _ in range(3)]})] == [2, 1]
 
 
 def test_a_batch_of_examples_is_cut_by_examples() -> None:
     batch = [{"x": torch.ones(n, 2), "y": torch.ones(())} for n in (1, 2, 3)]
     assert shapes(cut(batch)) == [[{"x": (1, 2), "y": ()}, {"x": (2, 2), "y": ()}], [{"x": (3, 2), "y": ()}]]
-    pairs = [(torch.ones(n, 2), torch.ones(1)) for n in (1, 2)]
-    assert shapes(cut(pairs)) == [[((1, 2), (1,))], [((2, 2), (1,))]]
+    pairs = [(torch.ones(n, 2), torch.ones(1)) for n in (2, 3)]
+    with pytest.raises(DataError, match=r"2 rows in 0/0 and 1 rows in 0/1; 2 micro-batches need equal numbers of rows"):
+        cut(pairs)
 
 
 @pytest.mark.parametrize(
     "columns",
     [
         [torch.ones(2, 3), torch.ones(2, 1)],
-        (torch.ones(2, 3), [torch.ones(2, 1), torch.ones(2, 4)]),
-        ([torch.ones(4, 3), torch.ones(4, 3)], [torch.ones(4, 1), torch.ones(4)]),
+        (torch.ones(4, 3), [torch.ones(4, 1), torch.ones(4, 4)]),
+        ([torch.ones(4, 3), torch.ones(4)], {"y": (torch.ones(4, 1), torch.ones(4))}),
         ({"a": torch.ones(4, 3)}, {"a": torch.ones(4)}),
         [{"a": torch.ones(2, 3)}, {"a": torch.ones(2)}],
     ],
-    ids=["two of two", "two inside", "two and two", "mappings", "as many mappings as rows"],
+    ids=["two of two", "a list of two heads", "pairs", "mappings", "as many mappings as rows"],
 )
 def test_columns_are_cut_by_rows(columns: Any) -> None:
     half = tree.map(lambda leaf: leaf[: len(leaf) // 2], columns)

@@ -79,7 +79,7 @@ def test_a_donated_state_says_so() -> None:
         lambda: ps.clone(first),
         lambda: pickle.dumps(first),
     ):
-        with pytest.raises(StateError, match="donated at step 2.*ps.clone"):
+        with pytest.raises(StateError, match="this state in call 2.*ps.clone"):
             read()
     assert int(kept.step) == 1
     assert int(second.step) == 2
@@ -99,11 +99,11 @@ def test_a_step_that_fails_while_it_writes_says_that_the_state_is_lost(monkeypat
     step = ps.donate(program()).train_step
     state, _ = step(program().init(), BATCH)
 
-    def broken(*given: Any) -> None:
+    def broken(*given: Any, in_place: bool) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("purestep.torch_ext.foreach.lerp_", broken)
+        patch.setattr("purestep.torch_ext.foreach.lerp", broken)
         with pytest.raises(KeyboardInterrupt):
             step(state, BATCH)
     with pytest.raises(StateError, match="which failed and may have written half of it"):

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 import purestep as ps
 from purestep import testing
-from purestep.torch_ext import host_generators
 
 fit = partial(ps.fit, progress=False)
 
@@ -113,13 +112,16 @@ def test_a_program_that_draws_late_is_seeded_from_then_on() -> None:
     random.seed(1)
     before = random.getstate()
     state = trained.init()
-    state, _ = trained.train_step(state, (down, y))
+    for _ in range(11):  # of a curriculum
+        state, _ = trained.train_step(state, (down, y))
     first, _ = trained.train_step(state, (up, y))
     second, _ = trained.train_step(state, (up, y))
     assert random.getstate() == before
     assert_trees_close(first, second, exact=True)
     other = program(Late)
-    again, _ = other.train_step(other.init(), (down, y))
+    again = other.init()
+    for _ in range(11):
+        again, _ = other.train_step(again, (down, y))
     random.seed(2)
     assert_trees_close(other.train_step(again, (up, y))[0], first, exact=True)
 
@@ -186,16 +188,6 @@ def test_runs_in_two_threads_draw_what_each_draws_alone() -> None:
     assert_trees_close(found[2].params, alone[1].params, exact=True)
 
 
-def test_a_function_that_does_not_draw_is_called_once() -> None:
-    calls = list[int]()
-    host = host_generators.Host()
-    for number in range(3):
-        host.call(lambda: calls.append(0), number)
-    assert (len(calls), host.draws) == (3, False)
-    values = [host.call(lambda: calls.append(1) or np.random.rand(), 3) for _ in range(2)]
-    assert (values[0] == values[1], calls.count(1), host.draws) == (True, 3, True)  # the first one is made twice
-
-
 @pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.compile)])
 def test_numpys_global_generator_may_be_of_another_kind(compiles: bool) -> None:
     """`fit` reads its state to see whether a step draws, as does the capture of a graph."""
@@ -203,7 +195,7 @@ def test_numpys_global_generator_may_be_of_another_kind(compiles: bool) -> None:
     np.random.set_bit_generator(np.random.PCG64(5))
     try:
         trained = program(nn.Linear if compiles else Mask)
-        ways = {"compile": {"backend": "aot_eager", "capture": "trace"}} if compiles else {}
+        ways = {"compile": {"backend": "aot_eager"}} if compiles else {}
         result = fit(trained.init(), batches(3), trained, epochs=1, **ways)
         assert (int(result.state.updates), type(np.random.get_bit_generator())) == (3, np.random.PCG64)
     finally:

@@ -159,9 +159,9 @@ def test_a_step_can_be_mapped_over_states() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sam": 0.0}, r"sam: rho is 0\.0, no number > 0 \(cure: ps\.Sam\(0\.05\)\)"),
-        ({"sam": ps.Sam(float("inf"))}, "sam: rho is inf"),
-        ({"sam": ps.Sam(0.1, adaptive=1)}, "sam: adaptive is 1"),  # pyright: ignore[reportArgumentType]  # the point
+        ({"sam": 0.0}, r"sam: rho=0\.0 must be a finite number greater than 0 \(cure: ps\.Sam\(0\.05\)\)"),
+        ({"sam": ps.Sam(float("inf"))}, "sam: rho=inf"),
+        ({"sam": ps.Sam(0.1, adaptive=1)}, "sam: adaptive=1"),  # pyright: ignore[reportArgumentType]  # the point
         ({"sam": True}, "program: sam is a bool"),
         ({"sam": "0.05"}, "program: sam is a str"),
         ({"sam": 0.1, "accumulate": 4}, r"sam with accumulate=4: .*cure: pass microbatches=4 and the whole batch"),

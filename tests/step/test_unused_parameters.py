@@ -109,15 +109,6 @@ def test_a_compiled_step_skips_what_torch_skips(name: str, accumulate: int, dona
     assert_follows(run(step, program), by_hand(twin, accumulate))
 
 
-@pytest.mark.optimized
-@pytest.mark.compile
-def test_dynamo_skips_what_torch_skips():
-    tx, twin = TWINS["adamw"]
-    program = ps.program(heads(), objective, tx())
-    step = ps.compile_step(program.train_step, backend="aot_eager", capture="dynamo")
-    assert_follows(run(step, program), by_hand(twin, 1))
-
-
 def test_the_engine_of_functions_skips_as_well():
     tx, twin = TWINS["adamw"]
     program = ps.program(heads(), objective, tx(), engine="func")
@@ -132,15 +123,14 @@ def test_micro_batches_inside_a_step_are_one_update():
             super().__init__()
             torch.manual_seed(0)
             self.even, self.odd, self.unused = nn.Linear(2, 1), nn.Linear(2, 1), nn.Linear(2, 1)
-            self.calls = 0
 
         def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            return (self.odd if self.calls % 2 else self.even)(x)
+            return (self.odd if float(x[0, 0]) > 0 else self.even)(x)
 
     net = Signed()
     program = ps.program(net, ps.supervised(nn.MSELoss()), ps.optim.sgd(0.1, weight_decay=0.5), microbatches=2)
-    new, _ = program.train_step(program.init(), (torch.randn(4, 2), torch.randn(4, 1)))
+    x = torch.randn(4, 2).abs() * torch.tensor([[1.0], [1.0], [-1.0], [-1.0]])
+    new, _ = program.train_step(program.init(), (x, torch.randn(4, 1)))
     moved = {name for name, value in net.named_parameters() if not torch.equal(new.params[name], value)}
     assert moved == {"even.weight", "even.bias", "odd.weight", "odd.bias"}
 

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 import purestep as ps
 from purestep.compile import capture
-from purestep.compile.cpu import backend as native
 
 SEED = 5
 EQUAL = 1e-9
@@ -187,13 +186,12 @@ def _seeded(at: int) -> None:
 
 @contextlib.contextmanager
 def _noticed(found: list[str]) -> Iterator[None]:
-    """Note where a step is compiled without native code, or without one function for equal layers."""
+    """Note where a step is compiled without native code."""
 
-    def noted(text: str) -> Any:
-        return lambda *given: found.append(f"{text}: {_told(given[-1])}")
+    def slow(*given: Any) -> None:
+        found.append(f"native code given up: {_told(given[-1])}")
 
-    slow, longer = noted("native code given up"), noted("equal layers compiled one by one")
-    with mock.patch.object(capture, "warn_fallback", slow), mock.patch.object(native, "not_outlined", longer):
+    with mock.patch.object(capture, "warn_fallback", slow):
         yield
 
 

@@ -12,7 +12,7 @@ from .. import tree
 from ..errors import ConfigError
 from ..optim import global_norm
 from ..state import check_count
-from ..step import Parts, check_divisible, check_state, microbatch, parts_for, wide
+from ..step import Parts, check_divisible, check_state, drawn_in_step, microbatch, parts_for, wide
 from ..types import Params, Program, TrainState
 from . import plain_functions
 from .examples import chunks, explained
@@ -97,7 +97,7 @@ def gradient_noise_scale(
             trace, squared = (torch.where(counts, column, 0).sum() / counts.sum() for column in columns)
             return NoiseScale(trace / squared, trace, squared)
 
-        return program_parts.draw(state, run)
+        return drawn_in_step(state, run)
 
     return estimate
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import DataError
 from ..state import check_count
-from ..step import check_divisible, check_state, parts_for
+from ..step import check_divisible, check_state, drawn_in_step, parts_for
 from ..types import Params, Program, TrainState
 from .examples import chunks
 
@@ -95,6 +95,6 @@ def per_example(
             grads = {name: torch.cat([each.grads.pop(name) for each in found]) for name in list(found[0].grads)}
             return PerExample(grads, norms, losses, weights)
 
-        return parts.draw(state, run)
+        return drawn_in_step(state, run)
 
     return gradients

@@ -11,7 +11,7 @@ precision.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -81,3 +81,17 @@ def _attention(
     else:
         weights = (scores + attn_mask).softmax(-1)
     return functional.dropout(weights, dropout_p) @ value
+
+
+def decomposed(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+    """Wrap a function of tensors so that `vmap` can map the recurrent layers of torch inside.
+
+    `vmap` has no rule for them, and maps them only below a level of `grad`, which splits them into their operations.
+    The level here differentiates nothing, so that no activation is kept.
+    """
+
+    def call(*tensors: Tensor) -> tuple[Tensor, ...]:
+        found: Any = torch.func.vjp(lambda zero: (zero, function(*tensors)), torch.zeros(()), has_aux=True)
+        return found[2]
+
+    return call

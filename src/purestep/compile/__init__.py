@@ -3,40 +3,37 @@
     api               `compile_step` and `compile_program`
     compiled_step     a call: the graph for these inputs, with the state's buffers
     eval_step         the same for an eval_step
-    graph_choice      the graphs of one step; chooses one by structure, shapes and torch's settings
+    graphs            the graphs of one step; chooses one by structure, shapes and torch's settings
     guards            the comparison of inputs with those of a graph
     contract          checks of what a step returns
-    captured_values   values that a step reads from outside its arguments
-    capture           from Python to a graph: a trace on fake tensors, or Dynamo
-    backends          from a graph to code: plug-ins for devices (`cpu`), inductor, or the operations one by one
-    donation          buffers that a donated step writes in place
-    live_state        a state in such buffers, which knows whether it has been donated
+    outside           tensors that a step reads besides its arguments, as inputs of its graph
+    captured_values   values that a step reads besides its arguments, as parts of the key of a graph
+    capture           from Python to a graph: a trace on fake tensors
+    backends          from a graph to code: plug-ins for devices (`cpu`, `cuda`), inductor, or the operations one by one
+    lower             inductor's lowering of a graph, for the plug-ins
+    cuda              a graph for one GPU
+    buffers           the buffers of a state, which a step writes in place
+    live_state        a state in such buffers, whose reads raise after its donation
     eager_donation    the same for eager steps
-    copied_state      a step that keeps its state: a copy of the buffers, handed out as views
     cuda_graph        a donated step as one CUDA graph
     first_run         the first run of a graph on a GPU, undone where it fails
-    compile_lock      one thread at a time compiles
 
-Changes to a graph, in every way to capture:
+Changes to a graph:
 
     fx_passes         rewrites, and questions about a graph
     inductor_fixes    work-arounds for faults of inductor
     draw_code         calls of torch's random fills, which inductor never removes
     control_flow      `torch.cond` and its kind
     recurrent_layers  LSTMs and their kind on a GPU: short sequences only
-    dynamic_shapes    sizes that vary between batches
+    sizes             sizes that vary between batches
     outputs           scalars returned as one vector
-    packed_layouts    which parameters share a flat buffer
-    treespec          trees in plain Python, which Dynamo can read
 """
 
 from __future__ import annotations
 
-from . import compile_lock as compile_lock  # first: see its end
 from .api import compile_program as compile_program
 from .api import compile_step as compile_step
 from .capture import Uncaptured as Uncaptured
-from .capture import stopped as stopped
 from .compiled_step import CompiledStep as CompiledStep
 from .eager_donation import DonatedStep as DonatedStep
 from .eager_donation import can_donate as can_donate
@@ -51,5 +48,5 @@ from .live_state import is_alive as is_alive
 from .live_state import is_state as is_state
 from .live_state import plain as plain
 from .live_state import states as states
-from .outputs import Stacked as Stacked
-from .outputs import unstacked as unstacked
+from .outputs import MetricVector as MetricVector
+from .outputs import as_dict as as_dict

@@ -6,21 +6,19 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from ..errors import ConfigError
-from ..state import is_count
+from ..state import check_choice, check_count
 from ..step import static_of
 from ..types import Metrics, Program, Static
-from .capture import check as check_capture
 from .compiled_step import CompiledStep
 from .eager_donation import DonatedStep, without_donation
 from .eval_step import CompiledEval
-from .graph_choice import Options
+from .graphs import Options
 
 
 def compile_step(
     step: Callable[..., tuple[Any, Metrics]],
     *,
     donate: bool | Literal["init"] = False,
-    capture: str = "auto",
     backend: Any = "inductor",
     options: Mapping[str, Any] | None = None,
     cuda_graph: bool | None = None,
@@ -34,29 +32,40 @@ def compile_step(
     share: a step that draws is reproducible only on one thread at a time. On CUDA kernels draw the numbers: they differ
     from those of the eager step, and are the same in every run.
 
+    The Python of a step runs once for each graph, on tensors without values. A tensor outside of the state and the
+    batch (of a teacher in the objective's closure, a table) is an input of the graph: each call reads it as it is, so
+    writes in place, ``load_state_dict`` and ``tensor.data.copy_`` count. Numbers and objects are constants of the
+    graph. If another one is assigned to a name that the code of the objective or of a user-defined step reads (a
+    variable of its closure, a global, a default), or one level below it (an item of a dict or list, an attribute, a
+    tensor or layer of a module), the step is compiled again, with one warning. What lies deeper, such as a number that
+    a function called by the objective reads, stays what it was at the first call. A step that writes a tensor outside
+    is refused.
+
     Compiled code is stored in inductor's cache directory (``TORCHINDUCTOR_CACHE_DIR``). The next process looks it up by
-    the operations of the step (on the CPU, with torch 2.13 or later; not if the step uses
-    a tensor that is neither in the state nor in the batch, such as a table in an objective's closure). The directory
-    may be moved, and may lie with the snapshots of a run: it is valid for the same processor and installation, as in a
-    restarted container.
+    the operations of the step (on the CPU, with torch 2.13 or later). The directory may be moved, and may lie with the
+    snapshots of a run: it is valid for the same processor and installation, as in a restarted container.
+
+    A model that reads the value of a tensor (``if loss > 0``, ``.item()``) is refused. It trains in eager mode, or by
+    ``torch.compile(program.train_step)``, which compiles the code around such a line. There the state's key stays where
+    it is, and dropout draws from torch's global generator.
 
     Args:
         step: ``(state, batch, *context) -> (state, metrics)``, of a program or user-defined.
         donate: write the new state into the memory of the old one. The first input state is copied and stays valid.
             Each returned state is invalid once it has been passed in again: reading it raises StateError, and tensors
             taken from it before may show new values. "init": the memory of the first state is taken over as well. A
-            tree without a TrainState cannot detect donation, and is copied at every call. A call that fails while its
-            graph runs (an index out of range) leaves its input state invalid: continue from a clone or a snapshot.
-            False: a program's state is copied at every call, and its tensors are views of a few buffers.
-        capture: "dynamo" (torch.compile), "trace" (runs Python once, like jax.jit) or "auto": the trace, which is
-            faster to call, with Dynamo as the fallback.
-        backend: as for torch.compile.
+            state is a TrainState or a tree of TrainStates (a NamedTuple, tuple, list or dict); a tree with other leaves
+            is copied at every call. A call that fails while its graph runs (an index out of range) leaves its input
+            state invalid: continue from a clone or a snapshot. False: the state is copied at every call, and the
+            returned tensors are views of a few new buffers.
+        backend: "inductor"; "aot_eager" or "eager", which run the traced operations one by one; or a callable
+            ``(graph_module, inputs) -> callable``.
         options: inductor's configuration.
         cuda_graph: record the donated step as one CUDA graph at its third call, and replay it; one graph for each batch
             size, at most 16. None: where it can be recorded, calls only torch's operators, takes less than an eighth of
             the device's memory for its intermediates, and runs in one process. True: always; an error if it cannot be
-            recorded. Needs ``donate`` and a TrainState. No effect on other devices, or if a tensor of the state or the
-            batch is on the host.
+            recorded. Needs ``donate`` and a TrainState, or a tree of them. No effect on other devices, or if a tensor
+            of the state or the batch is on the host.
         unroll: maximal number of steps in one call, for models whose launch costs more than their arithmetic. The
             callable then takes a list of at most ``unroll`` batches and returns the last state and the merged metrics.
             Random numbers are seeded once a call, so a step that draws gets other numbers than with one step a call.
@@ -69,12 +78,13 @@ def compile_step(
         torch, compiles one more graph.
 
     Raises:
-        ConfigError: ``step`` is a program; an unknown ``capture`` or ``donate``; a CUDA graph without donation;
-            ``unroll`` with a step that accumulates; a backend that a trace cannot use.
+        ConfigError: ``step`` is a program; an unknown ``backend`` or ``donate``; a CUDA graph without donation;
+            ``unroll`` with a step that accumulates.
         StateError: from a call: with ``donate``, the state was passed in before.
         StepContractError: from a call: the step changes the structure, a shape or a dtype of its state, multiplies
-            tensors of two dtypes, branches on the value of a tensor, stores a tensor between captures (a module's
-            table built in its first forward pass), seeds torch's generator, or cannot be recorded as a CUDA graph.
+            tensors of two dtypes, branches on the value of a tensor, writes a tensor that is not in its state, stores a
+            tensor between captures (a module's table built in its first forward pass), seeds torch's generator, or
+            cannot be recorded as a CUDA graph.
 
     Example:
         >>> import torch, purestep as ps
@@ -85,13 +95,12 @@ def compile_step(
         >>> int(state.step)
         1
     """
-    check_capture(capture)
-    _check_backend(backend, capture)
+    _check_backend(backend)
     _check_function(step)
     step = step.eager if isinstance(step, DonatedStep) else step
     static = static_of(step)
     _check_launch(static, donate=donate, cuda_graph=cuda_graph, unroll=unroll)
-    chosen = Options(capture, backend, options)
+    chosen = Options(backend, options)
     return CompiledStep(step, static, donate=donate, options=chosen, cuda_graph=cuda_graph, unroll=unroll)
 
 
@@ -99,7 +108,6 @@ def compile_program(
     program: Program,
     *,
     donate: bool | Literal["init"] = False,
-    capture: str = "auto",
     backend: Any = "inductor",
     options: Mapping[str, Any] | None = None,
     cuda_graph: bool | None = None,
@@ -124,11 +132,10 @@ def compile_program(
     if not isinstance(program, Program):  # pyright: ignore[reportUnnecessaryIsInstance]  # a step, mostly
         hint = "ps.compile_step(step), or ps.compile_program(program)"
         raise ConfigError(f"the program is a {type(program).__name__}", where="compile_program", hint=hint)
-    check_capture(capture)
-    _check_backend(backend, capture)
+    _check_backend(backend)
     program = without_donation(program)
     _check_launch(program.static, donate=donate, cuda_graph=cuda_graph, unroll=1)
-    chosen = Options(capture, backend, options)
+    chosen = Options(backend, options)
     static = static_of(program.train_step)  # None if the program's step was replaced
     train = CompiledStep(program.train_step, static, donate=donate, options=chosen, cuda_graph=cuda_graph)
     flush = program.flush
@@ -147,28 +154,22 @@ def _check_function(step: Any) -> None:
         raise ConfigError(f"the step is a {type(step).__name__}", where="compile_step", hint=hint)
 
 
-def _check_backend(backend: Any, capture: str) -> None:
-    known = ("inductor", "aot_eager", "eager")  # other names belong to Dynamo
-    if callable(backend) or backend in known or (isinstance(backend, str) and capture != "trace"):
-        return
-    raise ConfigError(
-        f"backend is {backend!r}",
-        where="compile_step",
-        hint=f"one of {known} or a callable; for other backends of torch.compile pass capture='dynamo'",
-    )
+def _check_backend(backend: Any) -> None:
+    known = ("inductor", "aot_eager", "eager")
+    if not callable(backend):
+        also = "a callable; torch.compile(program.train_step, backend=...) takes others"
+        check_choice("compile_step", known, also=also, backend=backend)
 
 
 def _check_launch(static: Static | None, *, donate: Any, cuda_graph: bool | None, unroll: int) -> None:
-    if donate not in (False, True, "init"):
-        raise ConfigError(f"donate is {donate!r}", where="compile_step", hint='donate=True, False or "init"')
+    check_choice("compile_step", (True, False, "init"), donate=donate)
     if cuda_graph and not donate:
         raise ConfigError(
             "a CUDA graph replays on fixed memory, which only a donated state has",
             where="cuda_graph",
             hint="compile_step(step, donate=True, cuda_graph=True)",
         )
-    if not is_count(unroll, 1):
-        raise ConfigError(f"unroll is {unroll!r}", where="compile_step", hint="unroll=1, or more")
+    check_count("compile_step", least=1, unroll=unroll)
     if unroll > 1 and static is not None and static.accumulate > 1:
         raise ConfigError(
             f"the program accumulates over {static.accumulate} calls, which need different graphs",

@@ -1,8 +1,7 @@
-"""Capture of a function of tensors as one graph: the only module that calls torch.compile.
+"""Capture of a function of tensors as one graph.
 
-``"dynamo"`` is `torch.compile(fullgraph=True)`. ``"trace"`` runs the Python once on fake tensors and compiles the
-recorded operations, like `jax.jit`: a call checks no guards, code that Dynamo cannot read is accepted, and a branch on
-the value of a tensor is an error. ``"auto"`` traces, and falls back to Dynamo.
+The Python runs once, on fake tensors, and the recorded operations are compiled, as under `jax.jit`. A call checks no
+guards, and a branch on the value of a tensor is an error.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import importlib
 import logging
 import traceback
 import types
-import uuid
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -20,11 +18,10 @@ import torch
 from torch import Tensor
 
 from .. import rng, tree
-from ..errors import ConfigError, PurestepError, StepContractError
-from ..step import NoSetupContext, last_unreached
-from ..torch_ext import draws, host_generators, tracing
-from . import backends, control_flow, dynamic_shapes, fx_passes, inductor_fixes, recurrent_layers
-from .compile_lock import with_compiler
+from ..errors import PurestepError, StepContractError
+from ..torch_ext import draws, global_rng, host_generators, tracing
+from . import backends, control_flow, fx_passes, inductor_fixes, recurrent_layers, sizes
+from .outside import Unwritten, lifted
 
 if TYPE_CHECKING:  # loading torch.fx's tracing doubles the time of `import purestep`
     from torch.fx import GraphModule
@@ -37,62 +34,56 @@ Compiled = Callable[[list[Tensor]], Any]
 
 log = logging.getLogger("purestep")
 
-CAPTURES = ("auto", "dynamo", "trace")
+
+@contextmanager
+def exclusive() -> Generator[None]:
+    """Let one thread at a time trace and compile: both patch torch, and a trace swaps tensors in the module. Eager
+    steps and draws of other threads wait too, and so does their `torch.compile`."""
+    dynamo: Any = importlib.import_module("torch._dynamo.convert_frame")
+    with global_rng.locked(), dynamo.compile_lock:  # in this order: a thread with the second never asks for the first
+        yield
 
 
 class Uncaptured(StepContractError):
     """The step cannot be captured as a graph; it runs in eager mode."""
 
 
-class DataDependent(Uncaptured):
-    """The step reads the value of a tensor, which is unknown while it is traced."""
-
-
 class Traits(NamedTuple):
     """Properties of a graph, for those who call it."""
 
     draws: bool  # random numbers
-    records: bool  # a CUDA graph may hold it: it calls only operators of torch and purestep, which never ask the host
+    recordable: bool  # as a CUDA graph: it calls only operators of torch and purestep, which never ask the host
 
 
 def trace(
     function: Flat, inputs: list[Tensor], *, backend: Any, options: Mapping[str, Any] | None
-) -> tuple[Compiled, Traits]:
-    """Compile one graph of ``function`` for inputs of these shapes; return it and its traits.
+) -> tuple[Compiled, Traits, list[Tensor]]:
+    """Compile one graph of ``function`` for inputs of these shapes; return it, its traits, and the tensors that the
+    function reads besides its inputs, which the graph takes after them. Inside `exclusive`.
 
     Args:
         function: takes tensors, returns a list of tensors; may write its inputs in place.
         inputs: examples, which are not written; a tensor that occurs twice counts as two inputs.
         backend: "inductor", "aot_eager" or "eager" (both run the traced operations one by one), or a callable
-            ``(graph_module, inputs) -> callable`` as for torch.compile.
+            ``(graph_module, inputs) -> callable``.
         options: inductor's configuration.
 
     Raises:
-        DataDependent: the Python code branches on the value of a tensor.
+        Uncaptured: the Python code branches on the value of a tensor.
     """
-    run, traits = _compile(_traceable(function), _distinct(inputs), backend, options)
-    return _outside_autocast(run), traits
-
-
-def trace_error(function: Flat, inputs: list[Tensor]) -> Exception | None:
-    """The error of a trace of ``function``, which compiles nothing; None if it succeeds. Arguments as for `trace`."""
-    try:
-        with with_compiler(), tracing.capturing(), torch.no_grad(), tracing.no_recurrent_kernel():
-            _traced(_traceable(function), _distinct(inputs))
-    except Exception as error:
-        return error
-    return None
+    run, traits, outside = _compile(_traceable(function), _distinct(inputs), backend, options)
+    return _outside_autocast(run), traits, outside
 
 
 def trace_sizes(
     function: Flat,
     inputs: list[Tensor],
     leaves: list[Tensor],
-    dims: dynamic_shapes.Varying,
+    dims: sizes.Varying,
     *,
     backend: Any,
     options: Mapping[str, Any] | None,
-) -> tuple[Compiled, Traits, Callable[[list[Tensor]], bool]] | None:
+) -> tuple[Compiled, Traits, list[Tensor], Callable[[list[Tensor]], bool]] | None:
     """Compile one graph for batches of many sizes.
 
     Args:
@@ -104,50 +95,52 @@ def trace_sizes(
         options: the same.
 
     Returns:
-        The graph, its traits, and a function from a batch's tensors to whether the graph accepts them. None if a
-        varying size became a constant.
+        As `trace`, and a function from a batch's tensors to whether the graph accepts them. None if a varying size
+        became a constant.
     """
     from torch import _guards
 
     if not isinstance(backend, str):  # a user's backend gets real tensors
         return None
-    with with_compiler():
-        symbols = dynamic_shapes.Symbols(_distinct(inputs), _distinct(leaves), dims)
-        with tracing.capturing(), torch.no_grad(), tracing.no_recurrent_kernel(), symbols.mode:
-            graph = fx_passes.finished(fx_passes.views_allowed(_traced(_traceable(function), symbols.fakes, "real")))
-        if not symbols.vary():
-            return None
-        traits, shapes = _traits(graph), "from_tracing_context"
-        with autocast_disabled(), _guards.tracing(_guards.TracingContext(symbols.mode)):
-            run = _lower(graph, symbols.fakes, backend, options, shapes=shapes)
-        return _outside_autocast(run), traits, symbols.fits()
+    symbols = sizes.Symbols(_distinct(inputs), _distinct(leaves), dims)
+    with tracing.capturing(), torch.no_grad(), tracing.no_recurrent_kernel(), symbols.mode:
+        graph, outside = _traced(_traceable(function), symbols.fakes, "real")
+        graph = fx_passes.finished(fx_passes.views_allowed(graph))
+    if not symbols.vary():
+        return None
+    traits, shapes = _traits(graph), "from_tracing_context"
+    fakes = [*symbols.fakes, *(symbols.mode.from_tensor(leaf.detach(), static_shapes=True) for leaf in outside)]
+    with autocast_disabled(), _guards.tracing(_guards.TracingContext(symbols.mode)):
+        run = _lower(graph, fakes, backend, options, shapes=shapes)
+    return _outside_autocast(run), traits, outside, symbols.fits()
 
 
 def _compile(
     run: Flat, inputs: list[Tensor], backend: Any, options: Mapping[str, Any] | None
-) -> tuple[Compiled, Traits]:
+) -> tuple[Compiled, Traits, list[Tensor]]:
     plugin, failed = backends.plugin(inputs) if backend == "inductor" else None, None
-    if plugin is not None:
-        with tracing.capturing(), torch.no_grad():
-            with tracing.no_recurrent_kernel():
-                record = plugin.record(run, inputs)
-            run = record.function
-            try:
-                compiled, is_drawing = plugin.compiled(record, options=options)
-                return compiled, Traits(is_drawing, records=False)
-            except PurestepError:
-                raise
-            except Exception as error:
-                failed = error
-    with with_compiler():
-        with tracing.capturing(), torch.no_grad(), tracing.no_recurrent_kernel():
-            graph = fx_passes.finished(fx_passes.views_allowed(_traced(run, inputs)))
-        traits = _traits(graph)
-        with autocast_disabled(), _function_modes_removed():
-            compiled = _lower(graph, inputs, backend, options)
+    context = plugin.while_traced() if plugin is not None else nullcontext()
+    with tracing.capturing(), torch.no_grad(), tracing.no_recurrent_kernel(), context:
+        graph, outside = _traced(run, inputs)
+    inputs = [*inputs, *(leaf.detach() for leaf in outside)]
+    if plugin is not None and plugin.suits(inputs):
+        try:
+            with tracing.capturing(), torch.no_grad(), autocast_disabled(), _function_modes_removed():
+                made = plugin.compiled(graph, inputs, options=options)
+            if made is not None:
+                return made[0], Traits(made[1], fx_passes.records(graph)), outside
+        except PurestepError:
+            raise
+        except Exception as error:
+            failed = error
+    with tracing.capturing(), torch.no_grad():
+        graph = fx_passes.finished(fx_passes.views_allowed(graph))
+    traits = _traits(graph)
+    with autocast_disabled(), _function_modes_removed():
+        compiled = _lower(graph, inputs, backend, options)
     if plugin is not None and failed is not None:
         warn_fallback(plugin, failed)
-    return compiled, traits
+    return compiled, traits, outside
 
 
 def _traits(graph: GraphModule) -> Traits:
@@ -200,10 +193,11 @@ def _distinct(inputs: list[Tensor]) -> list[Tensor]:
     return found
 
 
-VALUE_READ_CURE = (
-    "use torch.where(condition, a, b) instead of if; no .item(), no float(tensor), no boolean indexing; or call the "
-    "step itself, in eager mode (in fit: compile=False)"
+EAGER_CURE = (
+    "call the step itself, in eager mode (in fit: compile=False), or torch.compile(program.train_step), which compiles "
+    "the code around such a line"
 )
+"""The cure for a step that no trace accepts."""
 
 _SIZE_ERRORS = ("expected to contain only concrete integers", "when unpacking SymInt, expected int")
 """Parts of errors of torch's C++ about a size that is unknown until the step runs."""
@@ -214,7 +208,7 @@ _CAPTURE_SEED = 1 << 40  # initial seed of a capture: large, so that draw positi
 
 @contextmanager
 def _replayed_draws() -> Generator[None]:
-    with rng.scoped(_CAPTURE_SEED), draws.Draws(), tracing.replaying(), _compiling():
+    with rng.scoped(_CAPTURE_SEED), draws.Draws(), tracing.replaying(), Unwritten(), _compiling():
         yield
 
 
@@ -235,7 +229,7 @@ def _no_host_draws() -> Generator[None]:
 
 @contextmanager
 def _compiling() -> Generator[None]:
-    """Let `torch.compiler.is_compiling()` return True, as under torch.compile."""
+    """Let `torch.compiler.is_compiling()` return True, as models expect it in a graph."""
     compiler: Any = torch.compiler  # no public function sets the flag
     before = compiler._is_compiling_flag
     compiler._is_compiling_flag = True
@@ -246,7 +240,7 @@ def _compiling() -> Generator[None]:
 
 
 def _traceable(function: Flat) -> Flat:
-    """Wrap the function for a trace: draws are replayed, and reads of values raise DataDependent."""
+    """Wrap the function for a trace: draws are replayed, and reads of values raise Uncaptured."""
 
     def run(*tensors: Tensor) -> Any:
         try:
@@ -279,13 +273,16 @@ def _traceable(function: Flat) -> Flat:
     return run
 
 
-def _traced(function: Flat, inputs: list[Tensor], mode: Literal["fake", "real"] = "fake") -> GraphModule:
+def _traced(
+    function: Flat, inputs: list[Tensor], mode: Literal["fake", "real"] = "fake"
+) -> tuple[GraphModule, list[Tensor]]:
+    """The graph of a function, and the tensors that it reads besides its inputs, which are further inputs."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    # Constants in a step's closure (tables, masks) are real tensors among fake ones.
+    # Those tensors are real ones among fake ones.
     with control_flow.aliased_inputs_allowed():
         graph: GraphModule = make_fx(function, tracing_mode=mode, _allow_non_fake_inputs=True)(*inputs)
-    return fx_passes.without_copies(graph)
+    return lifted(fx_passes.without_copies(graph))
 
 
 def _long_sequence(text: str) -> Uncaptured:
@@ -295,26 +292,6 @@ def _long_sequence(text: str) -> Uncaptured:
         hint="call the step itself, in eager mode, where cuDNN's kernel runs (in fit: compile=False); or pass shorter "
         "sequences",
     )
-
-
-def dry_run(core: Callable[..., Any], tensors: list[Tensor], leaves: list[Any]) -> None:
-    """Run a function on fake tensors: all of its checks without arithmetic.
-
-    Raises:
-        StepContractError: from those checks. Other errors are ignored: the real capture reports them better.
-    """
-    from torch._subclasses.fake_tensor import FakeTensorMode  # no public name
-
-    with tracing.capturing(), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode, _replayed_draws():
-        fakes = [[mode.from_tensor(x) if isinstance(x, Tensor) else x for x in group] for group in (tensors, leaves)]
-        try:
-            core(*fakes)
-        except NoSetupContext:  # Dynamo can differentiate it
-            return
-        except PurestepError:
-            raise
-        except Exception:  # a data-dependent branch, an operator without a fake implementation
-            return
 
 
 def _data_dependent() -> tuple[type[BaseException], ...]:
@@ -386,19 +363,19 @@ def limit_threads(run: Compiled, most: int) -> Compiled:
     return call
 
 
-def _value_read(error: BaseException, met: str = "") -> DataDependent:
+def _value_read(error: BaseException, met: str = "") -> Uncaptured:
     """The error for a read of a tensor's value, with a cure; ``met`` replaces the words of ``error``."""
     met, (place, layer) = met or str(error).strip().partition("\n")[0], _where(error)
-    cure = VALUE_READ_CURE
+    cure = "use torch.where(condition, a, b) instead of if; no .item(), no float(tensor), no boolean indexing"
     if own := _function_of_torch(error):
-        cure = f"call the step itself, in eager mode: torch's {own} reads it; or write {own} without that check"
+        cure = f"torch's {own} reads it: write {own} without that check"
     if met == _SIZE_READ:
-        cure = "use a size of a shape (x.shape[-1]), or a number from the loader; or run the step in eager mode"
+        cure = "use a size of a shape (x.shape[-1]), or a number from the loader"
     if "_ctc_loss" in met:
-        cure = "call the step itself, in eager mode: torch's ctc_loss reads its lengths on the host"
+        cure = "torch's ctc_loss reads its lengths on the host"
     if getattr(layer, "momentum", 0) is None and hasattr(layer, "num_batches_tracked"):
         cure = f"{type(layer).__name__}(..., momentum=0.1): momentum=None divides by a count of batches on the host"
-    return DataDependent(f"the step reads the value of a tensor: {met}", where=place, hint=cure)
+    return Uncaptured(f"the step reads the value of a tensor: {met}", where=place, hint=f"{cure}; or {EAGER_CURE}")
 
 
 def _function_of_torch(error: BaseException) -> str:
@@ -423,55 +400,11 @@ def _where(error: BaseException) -> tuple[str, Any]:
     return found or (f"a {type(layer).__name__}" if layer is not None else "step"), layer
 
 
-def dynamo(function: types.FunctionType, *, backend: Any, options: Mapping[str, Any] | None) -> Flat:
-    """Return `torch.compile(function, fullgraph=True)`."""
-    if backend in backends.NAMES:
-        backend = backends.dynamo_backend(backend, options)
-    torch.compiler.assume_constant_result(last_unreached)
-    # Dynamo compiles at most eight graphs for one code object, and marks a size as dynamic if it differs between two
-    # functions of the same name and line (such as the widths of two models). So each call uses a new name.
-    renamed = types.FunctionType(
-        function.__code__.replace(co_name=f"{function.__name__}_{uuid.uuid4().hex}"),
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    compiled: Flat = torch.no_grad()(torch.compile(renamed, fullgraph=True, backend=backend))
-
-    hooks: Any = importlib.import_module("torch._C._autograd")  # torch has no public name for this state
-
-    def call(*args: Any) -> Any:
-        forbidden = hooks._saved_tensors_hooks_get_disabled_error_message()
-        try:
-            return compiled(*args)
-        except BaseException:
-            # Dynamo forbids hooks of saved tensors, which activation checkpointing needs, while it captures
-            # `torch.func.grad`. If the capture fails, it does not take that back.
-            if forbidden is None:
-                hooks._saved_tensors_hooks_enable()
-            raise
-
-    return call
-
-
-def stopped(error: BaseException) -> bool:
-    """True if an error is from Dynamo, or ended its attempt to capture a function."""
-    if any(kind.__module__.startswith("torch._dynamo") for kind in type(error).__mro__):
-        return True
-    frames = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
-    return not isinstance(error, PurestepError) and _DYNAMO_CAPTURE in frames
-
-
-_DYNAMO_CAPTURE = f"{tracing.LIBRARIES[0]}_dynamo/convert_frame.py"
-"""Dynamo's capture runs in this file; captured code runs without it."""
-
-
 def capture_error(error: Exception, core: Callable[..., Any], tensors: list[Tensor], leaves: list[Any]) -> Exception:
-    """The error to raise after every capture failed: the step's own if it fails in eager mode too, else Uncaptured.
+    """The error to raise after a trace failed: the step's own if it fails in eager mode too, else Uncaptured.
 
     Args:
-        error: raised by a capture.
+        error: raised by the trace.
         core: the captured function; called once, on copies.
         tensors: of the state; not written.
         leaves: of the batch.
@@ -487,13 +420,7 @@ def capture_error(error: Exception, core: Callable[..., Any], tensors: list[Tens
             return own
     met = next(iter(str(error).strip().splitlines()), "")
     return Uncaptured(
-        f"torch cannot capture the step, which runs in eager mode: {type(error).__name__}: {met}",
+        f"torch cannot trace the step, which runs in eager mode: {type(error).__name__}: {met}",
         where=_where(error)[0],
-        hint="call the step itself, in eager mode (in fit: compile=False), or remove this line",
+        hint=f"remove this line, or {EAGER_CURE}",
     )
-
-
-def check(capture: str) -> None:
-    """Raise ConfigError for an unknown ``capture``."""
-    if capture not in CAPTURES:
-        raise ConfigError(f"capture is {capture!r}", where="compile_step", hint=f"pass one of {CAPTURES}")

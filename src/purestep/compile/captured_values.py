@@ -1,119 +1,53 @@
-"""Values that a step reads besides its arguments: numbers, strings and tensors, constants of a traced graph.
+"""Values that a step reads besides its arguments, where a change recompiles it.
 
-They are collected from the step's functions without running them: closure cells, defaults, globals that the code names,
-attributes of objects, classes and modules, items of dicts and lists. Library code is not read. Each call compares the
-values with the previous ones by identity, at 20 to 30 ns for each.
+These are the names that the code of the objective, of a user-defined step and of schedules reads (closure, globals,
+defaults), and what lies one level below: items of dicts and lists, attributes of objects that the code names, and of
+modules the tensors, the children and the numbers. Whatever lies deeper is a constant of the graph. Each call compares
+these places with what they held before by identity, at 20 to 30 ns for each.
 """
 
 from __future__ import annotations
 
 import dis
 import functools
-import importlib
 import logging
-import re
-import sys
-import sysconfig
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 from torch import Tensor, nn
 
 from ..errors import StepContractError
 from ..model import Template
+from ..types import TrainState
 
 _log = logging.getLogger("purestep")
-_SCALARS = (bool, int, float, complex, str, bytes, type(None))
-_LIBRARIES = (
-    *{sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")},
-    __file__.rpartition("compile")[0],
-)
-_MAX_PLACES = 300  # values to compare: less than 10 us a call
-_MAX_ITEMS = 32  # items of one dict or list
-_MAX_CHANGES = 16  # changes of values, each of which compiles a graph, before an error
-_CURE = (
+
+_SCALARS = (bool, int, float, complex, str, bytes, type(None), np.generic)
+_CLOSED = (*_SCALARS, Tensor, np.ndarray, Template, TrainState)
+"""Values that are compared as a whole."""
+_MAX_ITEMS = 256  # of one dict or list; of a longer one only the identity and the length are compared
+_MAX_CHANGES = 16  # changes of numbers, each of which compiles a graph, before an error
+_OWN = __file__.rpartition("compile")[0]
+_NOTHING = object()
+_NUMBER_CURE = (
     "pass a number that changes as a tensor: a schedule in ps.program(values={...}), read as model.values[...]; "
     "or the step's context, a buffer of the state, the batch, optim.inject"
 )
-
-
-class _Place(NamedTuple):
-    name: str
-    value: Any
-
-
-class _Watch:
-    """The places of captured values, by kind: subscripts and attributes are compared without a function call."""
-
-    def __init__(self) -> None:
-        self._items: list[tuple[Any, Any, Any]] = []  # mapping or list, key, value
-        self._attributes: list[tuple[Any, str, Any]] = []
-        self._empty: list[Any] = []  # cells
-        self._seen: set[tuple[int, Any]] = set()
-
-    def item(self, holder: Any, key: Any, value: Any) -> None:
-        """Watch ``holder[key] is value``."""
-        if (id(holder), key) not in self._seen:
-            self._seen.add((id(holder), key))
-            self._items.append((holder, key, value))
-
-    def attribute(self, holder: Any, name: str, value: Any) -> None:
-        """Watch ``getattr(holder, name) is value``."""
-        if (id(holder), name) not in self._seen:
-            self._seen.add((id(holder), name))
-            self._attributes.append((holder, name, value))
-
-    def cell(self, cell: Any) -> None:
-        """Watch the contents of a cell, or that it is empty."""
-        try:
-            self.attribute(cell, "cell_contents", cell.cell_contents)
-        except ValueError:
-            self._empty.append(cell)
-
-    def is_same(self) -> bool:
-        """True if every place still holds the same object."""
-        try:
-            for holder, key, value in self._items:
-                if holder[key] is not value:
-                    return False
-            for holder, name, value in self._attributes:
-                if getattr(holder, name) is not value:
-                    return False
-        except (LookupError, AttributeError, ValueError):  # gone
-            return False
-        return all(_cell(cell) is None for cell in self._empty)
-
-
-class TorchSettings:
-    """Settings of torch that a graph depends on: autocast, default dtype, determinism, matmul precision. Dynamo's guard
-    checks in 0.2 us whether they have changed.
-    """
-
-    _FREE = re.compile(r'"(grad_mode|num_threads|torch_function\w*)":\w+')
-
-    def __init__(self) -> None:
-        self._last: tuple[Callable[[], bool], str] = (lambda: False), ""
-
-    def __call__(self) -> str:
-        """The settings as text; the same object until one changes."""
-        same, text = self._last  # one read: another thread may have other settings
-        if same():
-            return text
-        guard: Any = importlib.import_module("torch._C._dynamo.guards").GlobalStateGuard()
-        text = self._FREE.sub("", guard.__getstate__())
-        self._last = guard.check, text
-        return text
+_OBJECT_CURE = "write into the tensors that are there, which every call reads: load_state_dict(...), tensor.copy_(...)"
 
 
 class CapturedValues:
-    """The captured values of a step as text, a part of the key of a graph."""
+    """The captured values of a step as text, a part of the key of a graph.
+
+    ``objects`` counts how often another object was assigned.
+    """
 
     def __init__(self, step: Callable[..., Any]) -> None:
+        self.objects = 0
         self._step = step
-        self._places: list[_Place] | None = None
-        self._watch = _Watch()
+        self._places: _Places | None = None
         self._text = ""
         self._changes = 0
         self._ignored: set[str] = set()  # names that the step itself changes while it is traced
@@ -122,252 +56,229 @@ class CapturedValues:
         """The text; the same object until a value changes.
 
         Raises:
-            StepContractError: values changed too often, and each change would compile a graph.
+            StepContractError: numbers changed too often, and each change would compile a graph.
         """
-        if self._places is not None and self._watch.is_same():
-            return self._text
-        return self._collect()
-
-    def _collect(self) -> str:
-        before = self._places
-        self._places, self._watch = _places(self._step)
-        found = {place.name: _fingerprint(place.value) for place in self._places if place.name not in self._ignored}
-        text = repr({name: value for name, value in found.items() if value})
-        if before is not None and text != self._text:
-            self._report_change(before)
-        self._text = text if text != self._text else self._text
+        if self._places is None or not self._places.is_same():
+            before, self._places = self._places, _Places(self._step)
+            self._update(before)
         return self._text
 
     def mark_compiled(self) -> None:
         """Ignore the changes that a trace itself has made."""
-        was = {place.name: _fingerprint(place.value) for place in self._places or ()}
-        self._places, self._watch = _places(self._step)
-        now = {place.name: _fingerprint(place.value) for place in self._places}
-        self._ignored |= {name for name in was.keys() | now.keys() if was.get(name) != now.get(name)}
+        before, self._places = self._places, _Places(self._step)
+        if before is not None:
+            self._ignored |= _changed(before.values, self._places.values)
+        self._update(None)
 
-    def _report_change(self, before: list[_Place]) -> None:
-        self._changes += 1
-        was = {place.name: place.value for place in before}
-        places = [place for place in self._places or () if place.name not in self._ignored]
-        new = [place for place in places if _fingerprint(was.get(place.name)) != _fingerprint(place.value)]
-        name = new[0].name if new else "a value"
+    def _update(self, before: _Places | None) -> None:
+        assert self._places is not None
+        known = self._places.values.items()
+        text = repr({name: _fingerprint(value) for name, value in known if name not in self._ignored})
+        if text != self._text:
+            if before is not None:
+                self._report(before.values, self._places.values)
+            self._text = text
+
+    def _report(self, before: dict[str, Any], after: dict[str, Any]) -> None:
+        name = min(_changed(before, after) - self._ignored)
+        was, now = before.get(name, _NOTHING), after.get(name, _NOTHING)
+        is_number = isinstance(was, _SCALARS) and isinstance(now, _SCALARS)
+        self.objects += not is_number
+        self._changes += is_number
         if self._changes > _MAX_CHANGES:
-            raise StepContractError(
-                f"has changed {self._changes} times; each value would compile a graph",
-                where=name,
-                hint=_CURE,
-            )
-        if self._changes == 1 and new:
-            change = f"was {_short(was.get(name))}, is {_short(new[0].value)}"
-            _log.warning(
-                "%s %s: a graph holds it as a constant, so the step is recompiled (cure: %s)", name, change, _CURE
-            )
+            what = f"has changed {self._changes} times; each value would compile a graph"
+            raise StepContractError(what, where=name, hint=_NUMBER_CURE)
+        if self._changes + self.objects == 1:
+            change = f"was {_short(was)}, is {_short(now)}"
+            cure = _NUMBER_CURE if is_number else _OBJECT_CURE
+            _log.warning("%s %s: a graph holds it, so the step is recompiled (cure: %s)", name, change, cure)
 
 
-def _short(value: Any) -> str:
-    return repr(value) if isinstance(value, _SCALARS) else f"another {type(value).__name__}"
+def _changed(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
+    def key(values: dict[str, Any], name: str) -> str:
+        return _fingerprint(values.get(name, _NOTHING))
+
+    return {name for name in before.keys() | after.keys() if key(before, name) != key(after, name)}
 
 
 def _fingerprint(value: Any) -> str:
-    """The value of a scalar, the id of a tensor or array; empty for containers and other objects."""
-    if isinstance(value, _SCALARS):
-        return f"{type(value).__name__} {value!r}"
-    return str(id(value)) if isinstance(value, Tensor | np.ndarray) else ""
+    return f"{type(value).__name__} {value!r}" if isinstance(value, _SCALARS) else str(id(value))
 
 
-def _places(step: Callable[..., Any]) -> tuple[list[_Place], _Watch]:
-    walk = _Walk()
-    walk.visit(step, "")
-    return walk.places, walk.watch
+def _short(value: Any) -> str:
+    if value is _NOTHING:
+        return "not there"
+    return repr(value) if isinstance(value, _SCALARS) else f"another {type(value).__name__}"
 
 
-class _Walk:
-    def __init__(self) -> None:
-        self.places: list[_Place] = []
-        self.watch = _Watch()
-        self._seen: set[Any] = set()
-        self._kept: list[Any] = []  # keeps objects alive: an id must stay unique
+class _Places:
+    """The values that a step reads: ``values`` by name, and where each is read again."""
 
-    def visit(self, value: Any, path: str) -> None:
-        """Collect everything that a value refers to."""
-        if isinstance(value, (*_SCALARS, Tensor, np.ndarray, np.generic)) or id(value) in self._seen:
-            return
-        if len(self._seen) > 20 * _MAX_PLACES or len(self.places) > _MAX_PLACES:
-            return
-        self._seen.add(id(value))
-        self._kept.append(value)
-        if isinstance(value, types.FunctionType):
-            self._function(value, path)
-        elif isinstance(value, types.MethodType):
-            self.visit(value.__func__, path)
-            self._object(value.__self__, _names(value.__func__), path)
-        elif isinstance(value, functools.partial):
-            for part in (value.func, *value.args, *value.keywords.values()):
-                self.visit(part, path)
-        elif isinstance(value, Template):
-            for kind in dict.fromkeys(type(module) for module in value.train.modules()):
-                self._class(kind, path)
-        elif isinstance(value, dict):
-            self._items(cast(dict[Any, Any], value), path)
-        elif isinstance(value, list | tuple):
-            for index, item in enumerate(cast(list[Any], value)[:_MAX_ITEMS]):
-                inner = f"{path}[{index}]"
-                if isinstance(value, list):
-                    self._item(inner, value, index, item)
-                self.visit(item, inner)
-        elif isinstance(value, type):
-            self._class(value, path)
-        elif not isinstance(value, types.ModuleType) and callable(value):
-            self._object(value, frozenset(), path)
+    def __init__(self, step: Any) -> None:
+        self.values: dict[str, Any] = {}  # keeps the objects alive, so that an id stays unique
+        self._items: list[tuple[Any, Any, Any]] = []  # mapping or list, key, value
+        self._attributes: list[tuple[Any, str, Any]] = []
+        self._lengths: list[tuple[Any, int]] = []
+        self._seen: dict[int, Any] = {}  # keeps the objects alive, so that an id stays unique
+        self._modules: set[int] = set()
+        self._find(step)
 
-    def _function(self, function: types.FunctionType, path: str) -> None:
-        own = not _is_library(function.__code__.co_filename)
-        here = function.__qualname__
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            value = _cell(cell)
-            if own and self._place(f"{here}: {name}", value):
-                self.watch.cell(cell)
-            self._within(value, _names(function) if own else frozenset(), f"{here}: {name}")
-        if not own:
-            return
-        names, space = _names(function), function.__globals__
-        self.watch.attribute(function, "__defaults__", function.__defaults__)
-        for index, value in enumerate(function.__defaults__ or ()):
-            self._place(f"{here}: default {index}", value)
-            self._within(value, names, f"{here}: default {index}")
-        keywords = function.__kwdefaults__ or {}
-        for name, value in keywords.items():
-            self._item(f"{here}: {name}", keywords, name, value)
-        for name in sorted(_code_globals(function.__code__) & space.keys()):
-            self._item(name, space, name, space[name])
-            self._within(space[name], names, name)
-
-    def _within(self, value: Any, names: frozenset[str], path: str) -> None:
-        """Visit a value that code with these names uses."""
-        if isinstance(
-            value, types.FunctionType | types.MethodType | functools.partial | dict | list | tuple | Template
-        ):
-            self.visit(value, path)
-        elif not isinstance(value, (*_SCALARS, Tensor, np.ndarray)):
-            self._object(value, names, path)
-
-    def _object(self, value: Any, names: frozenset[str], path: str) -> None:
-        """Collect attributes with these names from an object, class or module, and visit its methods."""
-        if isinstance(value, nn.Module):
-            names |= _settings(value)
-            for name, child in list(value.named_modules())[1:_MAX_ITEMS]:
-                self._attributes(child, _settings(child), f"{path}.{name}")
-            self._attributes(value, names, path)
-        if isinstance(value, types.ModuleType):
-            if _is_library(getattr(value, "__file__", None) or ""):
-                return
-        elif _is_library(_file(value if isinstance(value, type) else type(value))) and not _is_plain(value):
-            return
-        kind = value if isinstance(value, type) else type(value)
-        if not isinstance(value, types.ModuleType):
-            for method in _methods(kind):
-                names |= _names(method)
-            if not isinstance(value, type):
-                self._class(kind, kind.__name__)
-        if isinstance(value, type):
-            self._class(value, path, names)
-            return
-        self._attributes(value, names, path)
-
-    def _attributes(self, value: Any, names: frozenset[str], path: str) -> None:
-        space: Any = getattr(value, "__dict__", None)
-        if not isinstance(space, dict) or (id(value), names) in self._seen:
-            return
-        self._seen.add((id(value), names))
-        for name in sorted(names & space.keys()):
-            if name == "training" and isinstance(value, nn.Module):
-                continue
-            self._item(f"{path}.{name}", space, name, space[name])
-            self._within(space[name], names, f"{path}.{name}")
-
-    def _class(self, kind: type, path: str, names: frozenset[str] = frozenset()) -> None:
-        own = [part for part in kind.__mro__ if not _is_library(_file(part))]
-        methods = [method for part in own for method in _methods(part)]
-        names = names.union(*map(_names, methods))
-        for part in own:
-            for name in sorted(names & vars(part).keys()):
-                if isinstance(value := vars(part)[name], (*_SCALARS, Tensor, list, dict)):
-                    self._item(f"{part.__name__}.{name}", vars(part), name, value)
-                    self.visit(value, f"{part.__name__}.{name}")
-        for method in methods:
-            self.visit(method, path)
-
-    def _items(self, space: dict[Any, Any], path: str) -> None:
-        for key in list(space)[:_MAX_ITEMS]:
-            self._item(f"{path}[{key!r}]", space, key, space[key])
-            self.visit(space[key], f"{path}[{key!r}]")
-
-    def _item(self, name: str, holder: Any, key: Any, value: Any) -> None:
-        if self._place(name, value):
-            self.watch.item(holder, key, value)
-
-    def _place(self, name: str, value: Any) -> bool:
-        """Record a value unless it is a module or builtin, and say whether it was recorded."""
-        if len(self.places) >= _MAX_PLACES or isinstance(value, types.ModuleType | types.BuiltinFunctionType):
+    def is_same(self) -> bool:
+        """True if every place still holds the same object."""
+        try:
+            for holder, key, value in self._items:
+                if holder[key] is not value:
+                    return False
+        except LookupError:  # gone
             return False
-        self.places.append(_Place(name, value))
-        return True
+        for holder, name, value in self._attributes:
+            if _attribute(holder, name) is not value:
+                return False
+        return all(len(holder) == length for holder, length in self._lengths)
+
+    def _find(self, value: Any) -> None:
+        """Find the user's functions and callable objects behind a step, which functions of purestep hold."""
+        if isinstance(value, (*_CLOSED, type)) or id(value) in self._seen:
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, functools.partial):
+            self._find((value.func, *value.args, *value.keywords.values()))
+        elif isinstance(value, types.MethodType):
+            self._function(value.__func__, value.__self__)
+        elif isinstance(value, types.FunctionType):
+            if _is_own(value):
+                self._find([_attribute(cell, "cell_contents") for cell in value.__closure__ or ()])
+            else:
+                self._function(value)
+        elif isinstance(value, tuple | list | dict):
+            for item in list(cast(dict[Any, Any], value).values()) if isinstance(value, dict) else cast(Any, value):
+                self._find(item)
+        elif _is_own(value):
+            self._find(getattr(value, "eager", None))  # of a compiled or donated step
+        elif callable(value):
+            kind: Any = type(value)
+            self._function(kind.forward if isinstance(value, nn.Module) else kind.__call__, value)
+
+    def _function(self, function: Any, owner: Any = None) -> None:
+        """Add what the code of a function reads; ``owner`` is the object of a method."""
+        code = getattr(function, "__code__", None)
+        names = _names(code) if code else frozenset[str]()
+        if owner is not None:
+            self._below(type(owner).__name__, owner, names)
+        if isinstance(owner, nn.Module):
+            self._module(type(owner).__name__, owner)
+        if not isinstance(function, types.FunctionType):
+            return
+        here, space = function.__qualname__, function.__globals__
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            self._below(f"{here}: {name}", self._attribute(f"{here}: {name}", cell, "cell_contents"), names)
+        for name in sorted(_global_names(function.__code__) & space.keys()):
+            value = space[name] if isinstance(space[name], types.ModuleType) else self._item(name, space, name)
+            self._below(name, value, names)
+        for name in ("__defaults__", "__kwdefaults__"):
+            if getattr(function, name):
+                self._below(f"{here}: default", self._attribute(f"{here}: {name}", function, name), names)
+
+    def _below(self, path: str, value: Any, names: frozenset[str]) -> None:
+        """Add what lies one level below a variable. ``names`` are those in the code that reads it."""
+        if isinstance(value, _CLOSED):
+            return
+        if isinstance(value, dict | list | tuple):
+            held = cast(Any, value)
+            self._lengths.append((held, len(held)))
+            keys = list(held) if isinstance(value, dict) else range(len(held))
+            for key in keys if len(held) <= _MAX_ITEMS else ():
+                self._item(f"{path}[{key!r}]", held, key)
+        elif isinstance(value, nn.Module):
+            numbers = {name for name, held in vars(value).items() if isinstance(held, _SCALARS) and name[0] != "_"}
+            self._named(path, value, (names | numbers) - {"training"})
+        elif not isinstance(value, types.FunctionType | types.BuiltinFunctionType):
+            self._named(path, value, _with_methods(value, names))
+
+    def _named(self, path: str, value: Any, names: frozenset[str]) -> None:
+        """Add the attributes of an object, module or class that have these names."""
+        for name in sorted(names & getattr(value, "__dict__", {}).keys()):
+            if not isinstance(value, types.ModuleType) or not _is_code(vars(value)[name]):
+                self._attribute(f"{path}.{name}", value, name)
+        for part in (value if isinstance(value, type) else type(value)).__mro__:
+            for name in sorted(names & vars(part).keys()):
+                if isinstance(vars(part)[name], (*_SCALARS, Tensor)):
+                    self._attribute(f"{part.__name__}.{name}", part, name)
+
+    def _module(self, path: str, value: nn.Module) -> None:
+        """Add the tensors and children of a module, and whether its parts are in train mode."""
+        for name, part in value.named_modules(prefix=path):
+            if id(part) in self._modules:
+                continue
+            self._modules.add(id(part))
+            self._attribute(f"{name}.training", part, "training")
+            for held in (part._parameters, part._buffers, part._modules):  # pyright: ignore[reportPrivateUsage]
+                for key in held:
+                    self._item(f"{name}.{key}", held, key)
+
+    def _item(self, name: str, holder: Any, key: Any) -> Any:
+        self._items.append((holder, key, holder[key]))
+        return self._added(name, holder[key])
+
+    def _attribute(self, name: str, holder: Any, attribute: str) -> Any:
+        value = _attribute(holder, attribute)
+        self._attributes.append((holder, attribute, value))
+        return self._added(name, value)
+
+    def _added(self, name: str, value: Any) -> Any:
+        while name in self.values:  # of another function of this name
+            name += "'"
+        self.values[name] = value
+        if isinstance(value, nn.Module):
+            self._module(name, value)
+        elif _is_own(value):
+            self._find(value)
+        return value
 
 
-def _settings(module: nn.Module) -> frozenset[str]:
-    """Names of a module's scalar attributes, such as the label smoothing of a criterion."""
-    names = {name for name, value in vars(module).items() if isinstance(value, _SCALARS)}
-    return frozenset(name for name in names - {"training"} if not name.startswith("_"))
-
-
-def _is_plain(value: Any) -> bool:
-    return type(value).__name__ in ("Namespace", "SimpleNamespace")
-
-
-def _is_library(file: str) -> bool:
-    # Packages are also in a user's site-packages, and in those of the Python that an environment is built on.
-    return (
-        not file or file.startswith(("<frozen", *_LIBRARIES)) or "/site-packages/" in file or "/dist-packages/" in file
-    )
-
-
-def _file(kind: type) -> str:
-    """The file of a class, from its methods or else from its module."""
-    method = next(_methods(kind), None)
-    if method is not None:
-        return method.__code__.co_filename
-    module = sys.modules.get(kind.__module__)
-    return getattr(module, "__file__", None) or ("" if kind.__module__ == "builtins" else kind.__module__)
-
-
-def _methods(kind: type) -> Iterator[types.FunctionType]:
-    for value in vars(kind).values():
-        found = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
-        if isinstance(found, types.FunctionType):
-            yield found
-
-
-def _names(function: Any) -> frozenset[str]:
-    code = getattr(function, "__code__", None)
-    return frozenset() if code is None else _code_names(code)
-
-
-@functools.lru_cache(maxsize=4096)
-def _code_names(code: types.CodeType) -> frozenset[str]:
-    inner = [part for part in code.co_consts if isinstance(part, types.CodeType)]
-    return frozenset(code.co_names).union(*map(_code_names, inner))
-
-
-@functools.lru_cache(maxsize=4096)
-def _code_globals(code: types.CodeType) -> frozenset[str]:
-    """Names that code reads as globals, without attributes of the same names."""
-    own = {step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    inner = [part for part in code.co_consts if isinstance(part, types.CodeType)]
-    return frozenset(own).union(*map(_code_globals, inner))
-
-
-def _cell(cell: Any) -> Any:
+def _attribute(holder: Any, name: str) -> Any:
     try:
-        return cell.cell_contents
-    except ValueError:  # empty
-        return None
+        return getattr(holder, name)
+    except (AttributeError, ValueError):  # gone; an empty cell
+        return _NOTHING
+
+
+def _is_code(value: Any) -> bool:
+    return callable(value) or isinstance(value, types.ModuleType)
+
+
+def _is_own(value: Any) -> bool:
+    """True for functions and objects of purestep, which hold those of the user."""
+    if isinstance(value, types.FunctionType):
+        return value.__code__.co_filename.startswith(_OWN)
+    return type(value).__module__.partition(".")[0] == "purestep"
+
+
+def _with_methods(value: Any, names: frozenset[str]) -> frozenset[str]:
+    """The names, and those in the code of the object's methods that are among them."""
+    waiting = list(names)
+    while waiting:
+        method = _attribute(type(value), waiting.pop())
+        if isinstance(method, types.FunctionType):
+            new = _names(method.__code__) - names
+            names, waiting = names | new, [*waiting, *new]
+    return names
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for part in code.co_consts:
+        if isinstance(part, types.CodeType):
+            yield from _codes(part)
+
+
+@functools.lru_cache(maxsize=4096)
+def _names(code: types.CodeType) -> frozenset[str]:
+    return frozenset(name for part in _codes(code) for name in part.co_names)
+
+
+@functools.lru_cache(maxsize=4096)
+def _global_names(code: types.CodeType) -> frozenset[str]:
+    """Names that code reads as globals, without attributes of the same names."""
+    steps = (step for part in _codes(code) for step in dis.get_instructions(part))
+    return frozenset(step.argval for step in steps if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"))

@@ -1,10 +1,14 @@
-"""A compiled step: selects the graph for a call and holds the state's buffers, with or without donation."""
+"""A compiled step: selects the graph for a call, which writes the state's buffers.
+
+A donated call takes the buffers of a live state. Any other state is copied into new buffers; without donation these are
+handed out as a plain state, and no later call uses them.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -17,15 +21,13 @@ from ..state import packed, stacked
 from ..step import Accum, Adding, Closing
 from ..torch_ext import draws, tracing
 from ..types import Empty, Metrics, Static, Steps, TrainState
-from . import capture, donation, live_state
+from . import capture, live_state
+from .buffers import HostCounters, Slots, StateBuffers, unaliased
 from .contract import checked, same_structure, unrolled
-from .copied_state import CopiedStates
 from .cuda_graph import CudaGraphs
-from .donation import DonatedBuffers, treespec
-from .graph_choice import Graph, Graphs, Options
+from .graphs import Graph, Graphs, Options
 from .guards import check_unfollowed, check_untransformed, kinds, kinds_guard, resolved, without_text
-from .outputs import Stacked, unstacked
-from .packed_layouts import Layouts
+from .outputs import MetricVector, as_dict
 
 Unlike: TypeAlias = Callable[[Any], None] | None
 """Called with a batch whose signature may differ from that of the previous one."""
@@ -34,11 +36,11 @@ Unlike: TypeAlias = Callable[[Any], None] | None
 class _Last(NamedTuple):
     """The graph of the last call of one phase, and the inputs that it is valid for."""
 
-    slots: donation.Slots
+    slots: Slots
     surroundings: tuple[str, str]
     treedef: tree.TreeDef
     only: tuple[type, int] | None  # type and length of a batch that is a single tuple or list of tensors
-    guard: Callable[..., bool]  # (*buffers, *batch leaves) -> same kinds
+    guard: Callable[..., bool]  # (*buffers, *batch leaves, *outside) -> same kinds
     graph: Graph
 
     def leaves(self, buffers: list[Tensor], batch: tuple[Any, ...]) -> list[Any] | None:
@@ -50,7 +52,7 @@ class _Last(NamedTuple):
             leaves, treedef = tree.flatten(batch)
             if treedef != self.treedef:
                 return None
-        return leaves if self.guard(*buffers, *leaves) else None
+        return leaves if self.guard(*buffers, *leaves, *self.graph.outside) else None
 
 
 class CompiledStep:
@@ -72,8 +74,7 @@ class CompiledStep:
         self.static = static
         # The functions of one program exchange states.
         self._stream = static.stream if static else ()
-        self.layouts = shared_with.layouts if shared_with else Layouts(static.labels if static else None)
-        self.copies: CopiedStates = shared_with.copies if shared_with else CopiedStates()
+        self.layouts = shared_with.layouts if shared_with else packed.Layouts(static.labels if static else None)
         self.eager = step
         self._flush = flush
         self.unroll = unroll
@@ -91,10 +92,10 @@ class CompiledStep:
     def __call__(self, state: Any, *batch: Any) -> tuple[Any, Metrics]:
         if tracing.in_graph():  # called by a step that is being captured
             return self._steps_of(self.eager)(state, *batch)
-        new, metrics = self.stacked(state, *batch)
-        return new, unstacked(metrics)
+        new, metrics = self.call(state, *batch)
+        return new, as_dict(metrics)
 
-    def stacked(self, state: Any, *batch: Any, unlike: Unlike = None) -> tuple[Any, Metrics | Stacked]:
+    def call(self, state: Any, *batch: Any, unlike: Unlike = None) -> tuple[Any, Metrics | MetricVector]:
         """Call the step and return the metrics as the graph does.
 
         Args:
@@ -110,7 +111,9 @@ class CompiledStep:
             return state, {}
         if self.unroll > 1:
             self._check_batches(batch)
-        return self._donated(state, batch, unlike) if self.donate else self._pure(state, batch, unlike)
+        store = (self._live_store(state) if self.donate else None) or self._copy_in(state)
+        store, metrics = self._call_packed(store, batch, unlike)
+        return store.live() if self.donate else store.named, metrics
 
     def _check_batches(self, batch: tuple[Any, ...]) -> None:
         if len(batch) != 1 or not isinstance(batch[0], list) or not 1 <= len(batch[0]) <= self.unroll:
@@ -128,32 +131,19 @@ class CompiledStep:
         assert self.static is not None  # a user-defined flush is not compiled
         return self.static.accumulate == 1 or self.static.tail == "carry"
 
-    # --- donated ------------------------------------------------------------------------------------------------------
-
-    def _donated(self, state: Any, batch: tuple[Any, ...], unlike: Unlike) -> tuple[Any, Metrics | Stacked]:
-        store, metrics = self._call_splitting(self._live_store(state) or self._copy_in(state), batch, unlike)
-        return store.live(), metrics
-
-    def _call_splitting(
-        self, store: DonatedBuffers, batch: tuple[Any, ...], unlike: Unlike
-    ) -> tuple[DonatedBuffers, Any]:
-        """Call the step. If it has no gradient for a part of a flat buffer, split the buffer and call again."""
+    def _call_packed(self, store: StateBuffers, batch: tuple[Any, ...], unlike: Unlike) -> tuple[StateBuffers, Any]:
+        """Call the step. If it has no gradient for a part of a flat buffer, pack the state in another way before."""
         while True:
             try:
                 return store, self._call_once(store, batch, unlike)
             except packed.Split as split:
-                self._graphs.count -= 1
-                if (
-                    not self.layouts.split(split.names)
-                    and self.layouts.of(live_state.plain(store.named)) is store.layout
-                ):
-                    raise
+                self.layouts.split(split.names)
                 fresh = self._copy_in(store.live())
                 store.begin()  # invalidates the input state
                 store.end(0)
                 store = fresh
 
-    def _call_once(self, store: DonatedBuffers, batch: tuple[Any, ...], unlike: Unlike) -> Metrics | Stacked:
+    def _call_once(self, store: StateBuffers, batch: tuple[Any, ...], unlike: Unlike) -> Metrics | MetricVector:
         phase = self._phase(store)
         last = self._last.get(phase)
         fits = last and last.slots is store.slots and last.surroundings == self._graphs.surroundings()
@@ -164,78 +154,74 @@ class CompiledStep:
             if unlike is not None:
                 unlike(batch[0])
             graph, leaves = self._find_graph(store, phase, batch)
+        outside = graph.outside
         if store.is_read or batch[1:]:  # a context may alias the state's weights
-            leaves = store.without_aliases(leaves)
-        metrics = self._launch(graph, store, leaves)
+            leaves, outside = store.without_aliases(leaves), store.without_aliases(outside)
+        metrics = self._launch(graph, store, leaves, outside)
         store.end(1 if self.unroll == 1 else len(batch[0]))
         if self._is_windowed:
             self._count_window(store)
         return metrics
 
-    def _launch(self, graph: Graph, store: DonatedBuffers, leaves: list[Any]) -> Metrics | Stacked:
+    def _launch(
+        self, graph: Graph, store: StateBuffers, leaves: list[Any], outside: list[Tensor]
+    ) -> Metrics | MetricVector:
         store.begin()
         try:
             if not graph.draws or not store.hosts:
-                return self._run(graph, store, leaves)
+                return self._run(graph, store, leaves, outside)
             with _seeded(store.hosts[0], store.device, self._stream):
-                return self._run(graph, store, leaves)
+                return self._run(graph, store, leaves, outside)
         except BaseException as error:
-            # An error of a failed capture has Dynamo's error as its cause.
-            in_capture = any(found is not None and capture.stopped(found) for found in (error, error.__cause__))
-            if isinstance(error, PurestepError) or in_capture:
+            if isinstance(error, PurestepError):
                 store.undo()
             raise
 
-    def _run(self, graph: Graph, store: DonatedBuffers, leaves: list[Any]) -> Metrics | Stacked:
-        if self._replays is None or store.device.type != "cuda" or not (self._replays.required or graph.records):
-            return graph.run(store.buffers, leaves)
-        return self._replays.run(graph.run, store, leaves, _copied)
+    def _run(
+        self, graph: Graph, store: StateBuffers, leaves: list[Any], outside: list[Tensor]
+    ) -> Metrics | MetricVector:
+        if self._replays is None or store.device.type != "cuda" or not (self._replays.required or graph.recordable):
+            return graph.run(store.buffers, leaves, outside)
+        return self._replays.run(graph.run, store, leaves, outside, _copied)
 
-    def _find_graph(self, store: DonatedBuffers, phase: Any, batch: tuple[Any, ...]) -> tuple[Graph, list[Any]]:
+    def _find_graph(self, store: StateBuffers, phase: Any, batch: tuple[Any, ...]) -> tuple[Graph, list[Any]]:
         store.check(kinds(store.buffers))
         leaves, treedef = batch_leaves(batch)
         key = (store.slots.identity, phase, treedef)
         graph = self._graphs.find(key, leaves, store.buffers, lambda: self._core(store, phase, treedef))
-        same = kinds_guard([*store.buffers, *leaves])
+        same = kinds_guard([*store.buffers, *leaves, *graph.outside])
         given: Any = batch[0] if len(batch) == 1 else None
         plain = type(given) in (tuple, list) and all(type(leaf) is Tensor for leaf in given)
         only = (type(given), len(given)) if plain else None
         self._last[phase] = _Last(store.slots, self._graphs.surroundings(), treedef, only, same, graph)
         return graph, leaves
 
-    def _live_store(self, state: Any) -> DonatedBuffers | None:
+    def _live_store(self, state: Any) -> StateBuffers | None:
         """The buffers of a live state, if this step can use them and may write all of them; else None."""
-        if type(state) is live_state.LiveState:
-            state.check_alive()
-            store = state.live_store
-            if not isinstance(store, DonatedBuffers) or not store.single:
-                return None  # of an eager step, or one of several states that share these buffers
-        else:
-            store = live_state.store_of(state)
-            if store is not None:
-                live_state.check_alive(state)
-                store = store if live_state.is_whole(state, store) else None
-        if (
-            not isinstance(store, DonatedBuffers)
-            or (store.holds_callers and self.static is None)
-            or not store.is_unmodified()
-        ):
+        store = live_state.store_of(state)
+        if store is not None:
+            live_state.check_alive(state)
+        if not isinstance(store, StateBuffers) or store.single != isinstance(state, live_state.LiveState):
+            return None  # of an eager step, or one of several states that share these buffers
+        if (store.holds_callers and self.static is None) or not store.is_unmodified():
             return None
-        if store.layout is None or store.layouts is self.layouts:
-            return store
-        return store if self.layouts.known(store.layout) else None
+        known = store.layout is None or store.layouts is self.layouts or self.layouts.known(store.layout)
+        return store if known else None
 
-    def _copy_in(self, state: Any) -> DonatedBuffers:
-        """Copy a plain state into new buffers."""
+    def _copy_in(self, state: Any) -> StateBuffers:
+        """Copy a state into new buffers."""
         live_state.check_alive(state)
         given = live_state.plain(state)
-        # A user-defined step may write leaves that a program's step never writes.
-        own, adopt = self.static is None, self.donate == "init"
-        return self._intern_slots(
-            DonatedBuffers(given, self.layouts.of(given), self.layouts, adopt=adopt, frozen=not own)
-        )
+        own = self.static is None  # a user-defined step may write leaves that a program's step never writes
+        store = StateBuffers(given, self.layouts.of(given), self.layouts, adopt=self.donate == "init", frozen=not own)
+        if self._replays is not None and self._replays.required and store.structure is None:
+            what = "a CUDA graph replays on the memory of its state, and this tree has leaves beside its TrainStates"
+            raise StepContractError(
+                what, where="cuda_graph", hint="pass them as the step's context, or cuda_graph=None"
+            )
+        return self._intern_slots(store)
 
-    def _intern_slots(self, store: DonatedBuffers) -> DonatedBuffers:
+    def _intern_slots(self, store: StateBuffers) -> StateBuffers:
         # States of one structure share a Slots object: its identity is part of the key of a graph.
         store.kinds = kinds(store.buffers)
         key = (store.layout, store.slots.treedef, store.slots.places, store.slots.keys, store.kinds)
@@ -253,7 +239,7 @@ class CompiledStep:
             self._steps[layout] = steps.flush if self._flush else steps.train_step
         return self._steps[layout]
 
-    def _phase(self, store: DonatedBuffers) -> tuple[type[Accum], ...]:
+    def _phase(self, store: StateBuffers) -> tuple[type[Accum], ...]:
         """The type of accumulator that selects the graph, for each state. The host counts a program's windows. A
         user-defined step may advance a window arbitrarily: its position is read on the CPU, and unknown elsewhere."""
         if self._flush or (self.static is not None and not self._is_windowed):
@@ -262,101 +248,30 @@ class CompiledStep:
             return tuple(_phase_of(host.left) for host in store.hosts)
         if store.device.type != "cpu":
             return (Accum,) * len(store.hosts)
-        return self._read_phase(live_state.states(store.named))
-
-    def _read_phase(self, parts: list[TrainState]) -> tuple[type[Accum], ...]:
-        if self._flush:
-            return (Accum,) * len(parts)
+        parts = live_state.states(store.named)
         # A step that the user maps takes stacked states: `vmap` knows no subclass of a NamedTuple.
-        unknown = [isinstance(part.accum, Empty) or (stacked.size(part) and self.static is None) for part in parts]
+        unknown = [isinstance(part.accum, Empty) or stacked.size(part) for part in parts]
         return tuple(
             Accum if none else _phase_of(stacked.window_left(part)) for part, none in zip(parts, unknown, strict=True)
         )
 
-    def _count_window(self, store: DonatedBuffers) -> None:
+    def _count_window(self, store: StateBuffers) -> None:
         assert self.static is not None
         for host in store.hosts:
             if host.left is not None:
                 host.left = self.static.accumulate if self._flush or host.left == 1 else host.left - 1
 
-    def _core(self, store: DonatedBuffers, phase: tuple[type[Accum], ...], treedef: tree.TreeDef) -> Callable[..., Any]:
+    def _core(self, store: StateBuffers, phase: tuple[type[Accum], ...], treedef: tree.TreeDef) -> Callable[..., Any]:
         slots, step = store.slots, self._steps_of(self._step_on(store.layout))
-        whole, parts = treespec.of(slots.treedef), treespec.of(treedef)
 
         def core(buffers: list[Tensor], batch: list[Any]) -> Any:
             old = slots.gather(buffers)
-            before = treespec.fill(whole, old)
-            new, metrics = checked(step(_with_phase(before, phase), *treespec.fill(parts, batch)))
-            new_leaves = same_structure(whole, before, _with_phase(new, phase, back=True))
-            kept = tree.map(lambda leaf: donation.unaliased(leaf, buffers), metrics)
+            before = tree.unflatten(slots.treedef, old)
+            new, metrics = checked(step(_with_phase(before, phase), *tree.unflatten(treedef, batch)))
+            new_leaves = same_structure(before, _with_phase(new, phase, back=True))
+            kept = tree.map(lambda leaf: unaliased(leaf, buffers), metrics)
             slots.scatter(buffers, old, new_leaves)
             return kept
-
-        return core
-
-    # --- pure ---------------------------------------------------------------------------------------------------------
-
-    def _pure(self, state: Any, batch: tuple[Any, ...], unlike: Unlike) -> tuple[Any, Metrics | Stacked]:
-        if self.static is not None and isinstance(state, TrainState):
-            store, metrics = self._call_splitting(self._copied_buffers(state), batch, unlike)
-            return self.copies.release(store), metrics
-        if unlike is not None:
-            unlike(batch[0])
-        given = live_state.plain(state)
-        parts = live_state.states(given)
-        phase = self._read_phase(parts)
-        old, state_def = tree.flatten(given)
-        donation.check_tensors(old)
-        keys = donation.key_positions(state_def)
-        positions = [index for index in range(len(old)) if index not in keys]
-        leaves, treedef = batch_leaves(batch)
-        inputs = [resolved(old[index]) for index in positions]
-        key = (state_def, phase, treedef, kinds([*inputs, *(old[index] for index in sorted(keys))]))
-
-        def build() -> Callable[..., Any]:
-            shapes = {index: old[index].shape for index in keys}
-            return self._pure_core(state_def, shapes, positions, phase, treedef)
-
-        graph = self._graphs.find(key, leaves, inputs, build)
-        draws = graph.draws and parts
-        host = donation.HostCounters(parts[0]) if draws else None
-        with nullcontext() if host is None else _seeded(host, tree.device(inputs), self._stream):
-            outputs, metrics = graph.run(inputs, leaves)
-        for index, leaf in zip(positions, outputs, strict=True):
-            old[index] = leaf
-        calls = 1 if self.unroll == 1 else len(batch[0])
-        for index in keys:
-            old[index] = rng.advance(old[index], calls)
-        return tree.unflatten(state_def, old), metrics
-
-    def _copied_buffers(self, state: TrainState) -> DonatedBuffers:
-        """Copy the state into new buffers."""
-        if type(state) is live_state.LiveState:
-            store = self._live_store(state)
-            found = None if store is None else self.copies.copy_live(store)
-        else:
-            found = self.copies.copy(state)
-        return found or self._copy_in(state)
-
-    def _pure_core(
-        self,
-        state_def: tree.TreeDef,
-        keys: dict[int, torch.Size],
-        positions: list[int],
-        phase: tuple[type[Accum], ...],
-        treedef: tree.TreeDef,
-    ) -> Callable[..., Any]:
-        step = self._steps_of(self.eager)
-        whole, parts = treespec.of(state_def), treespec.of(treedef)
-
-        def core(inputs: list[Tensor], batch: list[Any]) -> Any:
-            known = {index: torch.zeros(shape, dtype=torch.int64) for index, shape in keys.items()}
-            known |= dict(zip(positions, inputs, strict=True))
-            old = [known[index] for index in range(len(known))]
-            before = treespec.fill(whole, old)
-            new, metrics = checked(step(_with_phase(before, phase), *treespec.fill(parts, batch)))
-            leaves = same_structure(whole, before, _with_phase(new, phase, back=True))
-            return [leaves[index] for index in positions], metrics
 
         return core
 
@@ -388,11 +303,11 @@ def _holds_array(batch: tuple[Any, ...]) -> capture.Uncaptured:
     return capture.Uncaptured(what, where=where, hint=hint)
 
 
-def _copied(metrics: Metrics | Stacked) -> Metrics | Stacked:
-    return metrics._replace(numbers=metrics.numbers.clone()) if type(metrics) is Stacked else tree.clone(metrics)
+def _copied(metrics: Metrics | MetricVector) -> Metrics | MetricVector:
+    return metrics._replace(numbers=metrics.numbers.clone()) if type(metrics) is MetricVector else tree.clone(metrics)
 
 
-def _seeded(host: donation.HostCounters, device: torch.device, stream: tuple[int, ...]) -> AbstractContextManager[None]:
+def _seeded(host: HostCounters, device: torch.device, stream: tuple[int, ...]) -> AbstractContextManager[None]:
     if len(host.seeds) == 1 and host.key.dim() == 1:
         return rng.scoped(rng.mix(host.seeds[0], host.calls, "step", *stream), device)
     keys = host.keys()

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 
 from .. import tree
 from ..errors import StepContractError
 from ..metrics import merge
 from ..types import Metrics
-from . import treespec
 
 
 def checked(result: Any) -> tuple[Any, Metrics]:
@@ -39,8 +37,6 @@ def tensors_alone(metrics: Metrics) -> Metrics:
     Raises:
         StepContractError: a leaf is a Python number, which a graph cannot return.
     """
-    if torch.compiler.is_dynamo_compiling():
-        return metrics  # `capture.dry_run` has checked them
     for path, leaf in tree.with_paths(metrics):
         if not isinstance(leaf, Tensor):
             raise StepContractError(
@@ -51,20 +47,16 @@ def tensors_alone(metrics: Metrics) -> Metrics:
     return metrics
 
 
-def same_structure(bare: tree.Tree, old: Any, new: Any) -> list[Tensor]:
+def same_structure(old: Any, new: Any) -> list[Tensor]:
     """Return the leaves of the new state after a check that structure, shapes and dtypes are those of the old one.
 
     Args:
-        bare: from `treespec.of`.
         old: the state passed to the step.
         new: the state that the step returned.
 
     Raises:
         StepContractError: they differ; names the first such leaf.
     """
-    if torch.compiler.is_dynamo_compiling():
-        # Dynamo can neither compare structures nor raise; fit and the trace check them.
-        return treespec.collect(bare, new)
     before, old_def = tree.flatten(old)
     after, new_def = tree.flatten(new)
     if old_def != new_def:

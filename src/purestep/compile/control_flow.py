@@ -85,18 +85,19 @@ def inner(graph: GraphModule) -> Iterator[GraphModule]:
 @contextmanager
 def aliased_inputs_allowed() -> Generator[None]:
     """Let the operators' functions use several weights that are views of one vector. Torch rejects inputs that share
-    memory, because one might be written; a step writes none. Patches Dynamo, so call it under `with_compiler`."""
+    memory, because one might be written; a step writes none. Changes a class of Dynamo: call it inside
+    `capture.exclusive`."""
     graphs: Any = importlib.import_module("torch._dynamo.output_graph")
     kind = graphs.SubgraphTracer
     if not hasattr(kind, "has_aliasing"):  # another torch
         yield
         return
-    true = kind.has_aliasing
-    kind.has_aliasing = _ignore_input_aliasing(true)
+    before = kind.has_aliasing
+    kind.has_aliasing = _ignore_input_aliasing(before)
     try:
         yield
     finally:
-        kind.has_aliasing = true
+        kind.has_aliasing = before
 
 
 def _ignore_input_aliasing(true: Callable[[Any], Any]) -> Callable[[Any], Any]:

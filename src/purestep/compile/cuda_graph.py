@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from ..errors import StepContractError
-from .donation import DonatedBuffers, memory_of, strided_clone
+from .buffers import StateBuffers, memory_of, strided_clone
 from .guards import kinds, kinds_guard
 
-Run = Callable[[list[Tensor], list[Any]], Any]
-"""``(tensors, batch leaves) -> metrics``, like `graph_choice.Graph`."""
+Run = Callable[[list[Tensor], list[Any], list[Tensor]], Any]
+"""``(tensors, batch leaves, outside) -> metrics``, like `graphs.Graph`."""
 
 _WARM = 2  # calls before the recording
 _MOST = 16  # recordings of one store; batches of further sizes run without a CUDA graph
@@ -34,10 +34,11 @@ _log = logging.getLogger("purestep")
 
 
 class _Recording:
-    """One graph on the buffers of one store, for batches of one layout."""
+    """One graph on the buffers of one store, for batches of one layout; it reads the tensors outside where they lie."""
 
-    def __init__(self, run: Run, leaves: list[Any], *, possible: bool) -> None:
+    def __init__(self, run: Run, leaves: list[Any], places: list[int], *, possible: bool) -> None:
         self.run = run  # kept alive, so that no other function gets its id
+        self.places = places  # addresses of the tensors outside
         self.fits = kinds_guard(leaves)
         self.possible = possible
         self.calls = 0
@@ -46,7 +47,7 @@ class _Recording:
         self.outputs: Any = None
         self.graph: Any = None
 
-    def record(self, run: Run, tensors: list[Tensor], leaves: list[Any], pool: Any) -> None:
+    def record(self, run: Run, tensors: list[Tensor], leaves: list[Any], outside: list[Tensor], pool: Any) -> None:
         self.leaves = [strided_clone(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.memory = [_strided_memory(leaf) for leaf in self.leaves]
         graph, device = torch.cuda.CUDAGraph(), tensors[0].device
@@ -56,7 +57,7 @@ class _Recording:
                 # Recording runs no kernel, so a failure leaves the state unchanged. thread_local: other threads may
                 # call CUDA meanwhile, such as a DataLoader that pins memory.
                 with torch.cuda.graph(graph, pool=pool, stream=_stream(device), capture_error_mode="thread_local"):
-                    self.outputs = run(tensors, self.leaves)
+                    self.outputs = run(tensors, self.leaves, outside)
             except torch.OutOfMemoryError as error:
                 raise StepContractError(
                     f"no memory is left to record it as a CUDA graph: {str(error).splitlines()[0]}",
@@ -125,19 +126,19 @@ class _StoreGraphs:
         self.last: dict[int, _Recording] = {}  # recording of the last call, by id of the function
         self.pool: Any = None
 
-    def find(self, run: Run, store: DonatedBuffers, leaves: list[Any]) -> _Recording | None:
+    def find(self, run: Run, store: StateBuffers, leaves: list[Any], outside: list[Tensor]) -> _Recording | None:
         """Return the recording of this function for these leaves, a new one if needed; None beyond the limit."""
-        last = self.last.get(id(run))
-        if last is not None and last.fits(*leaves):
+        last, places = self.last.get(id(run)), [leaf.data_ptr() for leaf in outside]
+        if last is not None and last.places == places and last.fits(*leaves):
             return last
-        key = id(run), kinds(leaves)
+        key = id(run), kinds(leaves), tuple(places)
         found = self.recorded.get(key)
         if found is None:
             if len(self.recorded) == _MOST:
                 return None
-            tensors = [leaf for leaf in (*store.buffers, *leaves) if isinstance(leaf, Tensor)]
+            tensors = [leaf for leaf in (*store.buffers, *leaves, *outside) if isinstance(leaf, Tensor)]
             possible = all(tensor.device == store.device for tensor in tensors)
-            found = self.recorded[key] = _Recording(run, leaves, possible=possible)
+            found = self.recorded[key] = _Recording(run, leaves, places, possible=possible)
         self.last[id(run)] = found
         return found
 
@@ -153,16 +154,24 @@ class CudaGraphs:
     def __init__(self, *, required: bool) -> None:
         self.required = required
         self._has_warned = False
-        self._stores: WeakKeyDictionary[DonatedBuffers, _StoreGraphs] = WeakKeyDictionary()
+        self._stores: WeakKeyDictionary[StateBuffers, _StoreGraphs] = WeakKeyDictionary()
 
-    def run(self, run: Run, store: DonatedBuffers, leaves: list[Any], copied: Callable[[Any], Any]) -> Any:
-        """Call ``run(store.buffers, leaves)`` directly, record it, or replay its recording.
+    def run(
+        self,
+        run: Run,
+        store: StateBuffers,
+        leaves: list[Any],
+        outside: list[Tensor],
+        copied: Callable[[Any], Any],
+    ) -> Any:
+        """Call ``run(store.buffers, leaves, outside)`` directly, record it, or replay its recording.
 
         Args:
             run: the same object for the same graph; recorded once for each batch size.
             store: its buffers are written.
             leaves: of the batch. If one is on another device than the store, ``run`` is called directly: a replay would
                 not read host values again.
+            outside: tensors that are read where they lie.
             copied: copies the result, which the next replay overwrites.
 
         Raises:
@@ -171,18 +180,18 @@ class CudaGraphs:
         known = self._stores.get(store)
         if known is None:
             known = self._stores[store] = _StoreGraphs()
-        found = known.find(run, store, leaves)
+        found = known.find(run, store, leaves, outside)
         if found is None or not found.possible:
-            return run(store.buffers, leaves)
+            return run(store.buffers, leaves, outside)
         found.calls += 1
         if found.calls <= _WARM:
-            return run(store.buffers, leaves)
+            return run(store.buffers, leaves, outside)
         if found.graph is None:
             known.pool = known.pool or torch.cuda.graph_pool_handle()
             torch.cuda.empty_cache()  # a recording begins with it
             before = torch.cuda.memory_reserved(store.device)
             try:
-                found.record(run, store.buffers, leaves, known.pool)
+                found.record(run, store.buffers, leaves, outside, known.pool)
             except BaseException as error:
                 known.pool = None  # torch may count it as in use
                 if self.required or not isinstance(error, StepContractError):
@@ -191,11 +200,11 @@ class CudaGraphs:
                     _log.warning("a step runs without a CUDA graph: it %s", error.what)
                 self._has_warned = True
                 found.drop()
-                return run(store.buffers, leaves)
+                return run(store.buffers, leaves, outside)
             taken = torch.cuda.memory_reserved(store.device) - before
             if not self.required and taken * _SHARE > torch.cuda.get_device_properties(store.device).total_memory:
                 found.drop()
                 if not any(each.graph for each in known.recorded.values()):
                     known.pool = None  # torch has given it back
-                return run(store.buffers, leaves)
+                return run(store.buffers, leaves, outside)
         return copied(found.replay(leaves))

@@ -13,7 +13,8 @@ from ..errors import ConfigError
 from ..step import IDENTITY, static_of
 from ..torch_ext import tracing
 from ..types import Empty, Metrics, Program, Static, TrainState, Tree
-from . import donation, live_state
+from . import live_state
+from .buffers import unwritable
 from .compiled_step import CompiledStep
 from .live_state import LiveState, Store
 
@@ -151,7 +152,7 @@ def _separate(written: Tree, state: TrainState) -> Tree:
     """The leaves that steps write, copied if they share memory with another leaf of the state."""
     own = tree.leaves(written)
     others = tree.leaves(state._replace(params={}, opt_state=Empty(), ema=Empty()))
-    shared = donation.unwritable([*others, *own])
+    shared = unwritable([*others, *own])
     return tree.map(lambda leaf: leaf.detach().clone() if id(leaf) in shared else leaf.detach(), written)
 
 
@@ -193,7 +194,7 @@ def donate(program: Program, *, init: bool = False) -> Program:
         hint = "pass the result of ps.program(...); for compiled steps ps.compile_program(program, donate=True)"
         raise ConfigError(f"the program is {what}", where="donate", hint=hint)
     writes = Writes()
-    owning = static.steps(IDENTITY._replace(owned=writes.begin))
+    owning = static.steps(IDENTITY._replace(before_write=writes.begin))
     flush: Any = program.flush
     if static_of(flush) is static:
         flush = DonatedStep(flush, owning.flush, writes, adopts=init)

@@ -12,12 +12,13 @@ from .. import ema, rng, tree
 from ..state import stacked
 from ..torch_ext import draws, tracing
 from ..types import Metrics, TrainState
-from . import donation, live_state, treespec
+from . import live_state
+from .buffers import key_positions
 from .compiled_step import batch_leaves
 from .contract import tensors_alone
-from .graph_choice import Graphs, Options
+from .graphs import Graphs, Options
 from .guards import check_untransformed, kinds, resolved
-from .outputs import unstacked
+from .outputs import as_dict
 
 
 class CompiledEval:
@@ -39,7 +40,7 @@ class CompiledEval:
         given = live_state.plain(state)
         parts = live_state.states(given)
         old, state_def = tree.flatten(_to_evaluate(given))
-        keys = donation.key_positions(state_def)
+        keys = key_positions(state_def)
         inputs = [leaf for index, leaf in enumerate(old) if index not in keys]
         if live_state.store_of(state) is None:  # a live state's memory needs no conversion
             inputs = [resolved(leaf) for leaf in inputs]
@@ -48,12 +49,10 @@ class CompiledEval:
         step = self.eager
 
         def build() -> Callable[..., Any]:
-            whole, parts = treespec.of(state_def), treespec.of(treedef)
-
             def core(tensors: list[Tensor], batch: list[Any]) -> Any:
                 rest = iter(tensors)
                 filled = [next(rest) if key is None else torch.zeros(key, dtype=torch.int64) for key in shapes]
-                return tensors_alone(step(treespec.fill(whole, filled), *treespec.fill(parts, batch)))
+                return tensors_alone(step(tree.unflatten(state_def, filled), *tree.unflatten(treedef, batch)))
 
             return core
 
@@ -61,12 +60,12 @@ class CompiledEval:
             (state_def, treedef, kinds([*inputs, *(old[at] for at in sorted(keys))])), leaves, inputs, build
         )
         if not graph.draws or not parts:
-            return unstacked(graph.run(inputs, leaves))
+            return as_dict(graph.run(inputs, leaves, graph.outside))
         numbers = [rng.mix(seed, "eval", index) for seed, _ in stacked.keys(parts[0])]
         device = tree.device(inputs)
         is_plain = parts[0].key.dim() == 1
         with rng.scoped(numbers[0], device) if is_plain else draws.scoped(numbers, device, together=rng.mix(*numbers)):
-            return unstacked(graph.run(inputs, leaves))
+            return as_dict(graph.run(inputs, leaves, graph.outside))
 
 
 def _to_evaluate(state: Any) -> Any:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from ..errors import PurestepError
-from .capture import Uncaptured, stopped
+from .capture import Uncaptured
 
-Run = Callable[[list[Tensor], list[Any]], Any]
-"""``(tensors, batch leaves) -> result of the core``, like `graph_choice.Graph`."""
+Run = Callable[[list[Tensor], list[Any], list[Tensor]], Any]
+"""``(tensors, batch leaves, outside) -> result of the core``, like `graphs.Graph`."""
 
 
 def guarded(run: Run, tensors: list[Tensor]) -> Run:
@@ -28,7 +28,7 @@ def guarded(run: Run, tensors: list[Tensor]) -> Run:
             unchanged.
 
     Raises:
-        Uncaptured: from the call: the first run failed, and neither for lack of memory nor in Dynamo.
+        Uncaptured: from the call: the first run failed, and not for lack of memory.
     """
     return _guarded(run) if any(tensor.device.type not in ("cpu", "meta") for tensor in tensors) else run
 
@@ -36,19 +36,19 @@ def guarded(run: Run, tensors: list[Tensor]) -> Run:
 def _guarded(run: Run) -> Run:
     has_run = False
 
-    def call(tensors: list[Tensor], leaves: list[Any]) -> Any:
+    def call(tensors: list[Tensor], leaves: list[Any], outside: list[Tensor]) -> Any:
         nonlocal has_run
         if has_run:
-            return run(tensors, leaves)
+            return run(tensors, leaves, outside)
         before = [tensor.to("cpu", copy=True) for tensor in tensors]
         try:
-            found = run(tensors, leaves)
+            found = run(tensors, leaves, outside)
         except Exception as error:
             try:
                 _put_back(tensors, before)
             except RuntimeError:  # the device has failed
                 raise error from None
-            if isinstance(error, PurestepError | torch.OutOfMemoryError) or stopped(error):
+            if isinstance(error, PurestepError | torch.OutOfMemoryError):
                 raise
             raise Uncaptured(
                 f"the compiled step fails at its first run: {type(error).__name__}: {first_line(error)}",
@@ -68,7 +68,5 @@ def _put_back(tensors: list[Tensor], before: list[Tensor]) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's text, or its class name if the text is empty. The error of a backend that Dynamo
-    called is inside Dynamo's."""
-    error = getattr(error, "inner_exception", error)
+    """The first line of an error's text, or its class name if the text is empty."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

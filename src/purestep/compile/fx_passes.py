@@ -117,6 +117,17 @@ def collectives_in_order(graph: GraphModule) -> None:
         last = node
 
 
+def resizes(graph: GraphModule) -> bool:
+    """True if a kernel gives its argument another size, which no trace sees: fake quantization with a scale for each
+    channel does so in its first call."""
+    found = [node for node in graph.graph.nodes if name_of(node).startswith("_fused_moving_avg_obs_fq_helper")]
+    for node in found:
+        values = _arguments(node)
+        if values["per_row_fake_quant"] and values["running_min"].numel() != values["self"].shape[values["ch_axis"]]:
+            return True
+    return False
+
+
 def has_functional_collectives(graph: GraphModule) -> bool:
     """True if a graph calls torch's functional collectives. Their wait looks for pending work by storage: a result that
     lies in other storage over the same memory is read before it has arrived."""
@@ -219,6 +230,14 @@ def is_view(node: Any) -> bool:
 def name_of(node: Any) -> str:
     """The name of a node's operator, without the overload."""
     return getattr(node.target, "__name__", "").partition(".")[0]
+
+
+def _arguments(node: Any) -> dict[str, Any]:
+    """The arguments of a node's operator by name; tensors as fake tensors."""
+    given = zip(node.target._schema.arguments, node.args, strict=False)
+    named = {argument.name: value for argument, value in given} | node.kwargs
+    defaults = {argument.name: argument.default_value for argument in node.target._schema.arguments}
+    return defaults | {name: getattr(value, "meta", {}).get("val", value) for name, value in named.items()}
 
 
 def size(node: Any) -> int:

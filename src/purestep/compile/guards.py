@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import re
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -145,3 +147,24 @@ def _same_kinds(known: tuple[Any, ...], *leaves: Any) -> bool:
         if leaf.shape != kind[0] or leaf.stride() != kind[1] or leaf.dtype is not kind[2] or leaf.device != kind[3]:
             return False
     return True
+
+
+class TorchSettings:
+    """Settings of torch that a graph depends on: autocast, default dtype, determinism, matmul precision. Dynamo's guard
+    checks in 0.2 us whether they have changed.
+    """
+
+    _FREE = re.compile(r'"(grad_mode|num_threads|torch_function\w*)":\w+')
+
+    def __init__(self) -> None:
+        self._last: tuple[Callable[[], bool], str] = (lambda: False), ""
+
+    def __call__(self) -> str:
+        """The settings as text; the same object until one changes."""
+        same, text = self._last  # one read: another thread may have other settings
+        if same():
+            return text
+        guard: Any = importlib.import_module("torch._C._dynamo.guards").GlobalStateGuard()
+        text = self._FREE.sub("", guard.__getstate__())
+        self._last = guard.check, text
+        return text

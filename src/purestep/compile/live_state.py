@@ -6,16 +6,15 @@ generation raises StateError.
 
 from __future__ import annotations
 
-import operator
+from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
 from .. import tree
 from ..errors import StateError
 from ..types import TrainState, Tree
-from . import treespec
 
 
 def is_state(node: Any) -> bool:
@@ -35,12 +34,24 @@ def states(state: Tree) -> list[TrainState]:
     return found
 
 
+def _containers(node: Any) -> list[Any]:
+    """All mutable containers of a tree: dicts, lists and deques."""
+    if isinstance(node, dict):
+        named = cast(dict[Any, Any], node)
+        return [named, *(found for child in named.values() for found in _containers(child))]
+    if not isinstance(node, tuple | list | deque):
+        return []
+    found = [each for child in cast(Any, node) for each in _containers(child)]
+    return found if isinstance(node, tuple) else [node, *found]
+
+
 class Store:
-    """The memory of a donated step's state: `donation.DonatedBuffers`, or `eager_donation.OwnedState`."""
+    """The memory of a donated step's state: `buffers.StateBuffers`, or `eager_donation.OwnedState`."""
 
     def __init__(self) -> None:
         self.named: Any = None  # the state, or a tree of several
         self.parts: list[tuple[Any, ...]] = []  # the fields of each TrainState
+        self.structure: tree.TreeDef | None = None  # of a tree of TrainStates, which are its leaves
         self.generation = 0
         self.calls = 0  # one generation may take several calls
         self.failed = False  # the last call was interrupted
@@ -58,7 +69,7 @@ class Store:
     def expose(self) -> None:
         """Remember the contents of dicts and lists, because the caller reads them and may modify them."""
         if self.exposed is None:
-            self.exposed = [(node, node.copy()) for node in treespec.containers(self.parts)]
+            self.exposed = [(node, node.copy()) for node in _containers(self.parts)]
 
     def is_unmodified(self) -> bool:
         """True if the dicts and lists that the caller has read still have the same leaves."""
@@ -79,9 +90,10 @@ class Store:
 
     def donation_message(self, index: int, generation: int, calls: int) -> str:
         """The error text for a state of an earlier generation."""
-        message = f"donated at step {self.calls_of(index) - (self.calls - calls) + 1}"
-        is_last = self.failed and generation == self.generation - 1
-        return f"{message}, which failed and may have written half of it" if is_last else message
+        call = f"this state in call {self.calls_of(index) - (self.calls - calls) + 1}"
+        if self.failed and generation == self.generation - 1:
+            return f"a donated step was overwriting {call}, which failed and may have written half of it"
+        return f"a donated step has overwritten {call}"
 
 
 class LiveState(TrainState):
@@ -102,7 +114,8 @@ class LiveState(TrainState):
             raise StateError(
                 store.donation_message(self.live_index, self.live_generation, self.live_calls),
                 where="state",
-                hint="use the state that the step returned, call ps.clone(state) before the step, or set donate=False",
+                hint="use the state that the call returned; to keep an old one, call ps.clone(state) before the call; "
+                "donate=False switches this off",
             )
 
     def item(self, index: int) -> Any:
@@ -172,33 +185,20 @@ def live(store: Store, index: int) -> LiveState:
 
 
 def store_of(state: Tree) -> Store | None:
-    """The store of a tree of live states, if it contains all states of exactly one store; else None."""
+    """The store of a live state or of a tree of live states; None for a tree that has other leaves, or not all states
+    of one store in their places."""
     if isinstance(state, LiveState):
         return state.live_store
     if isinstance(state, Tensor) or not isinstance(state, tuple | dict | list):
         return None
-    found = [part for part in states(state) if isinstance(part, LiveState)]
-    if not found or len(found) < len(states(state)):
+    parts, structure = tree.flatten(state, is_leaf=is_state)
+    if not parts or not all(isinstance(part, LiveState) for part in parts):
         return None
-    store = found[0].live_store
-    whole = store is not None and [part.live_index for part in found] == list(range(len(store.parts)))
-    return store if whole and all(part.live_store is store for part in found) else None
-
-
-def is_whole(state: Tree, store: Store) -> bool:
-    """True if a tree of live states of a store has exactly the store's other leaves too."""
-    if isinstance(state, LiveState):
-        return True
-    if type(state) is type(store.named) and isinstance(state, tuple) and all(map(is_state, state)):
-        return len(state) == len(store.named)  # only states, which belong to the store
-    (given, leaves), (known, own) = _without_states(state), _without_states(store.named)
-    return given == known and all(map(operator.is_, leaves, own))
-
-
-def _without_states(state: Tree) -> tuple[tree.TreeDef, list[Any]]:
-    """The structure of a tree without the leaves of its TrainStates, and the other leaves."""
-    leaves, treedef = tree.flatten(tree.map(lambda node: None if is_state(node) else node, state, is_leaf=is_state))
-    return treedef, leaves
+    store = parts[0].live_store
+    if store is None or structure != store.structure:
+        return None
+    own = all(part.live_store is store and part.live_index == at for at, part in enumerate(parts))
+    return store if own else None
 
 
 def check_alive(state: Tree) -> None:

@@ -12,7 +12,7 @@ from .. import tree
 from ..types import Mean, Metrics
 
 
-class Stacked(NamedTuple):
+class MetricVector(NamedTuple):
     """Metrics as one vector, as the graph returns them."""
 
     numbers: Tensor  # shape=(n,), float32
@@ -24,9 +24,9 @@ class Stacked(NamedTuple):
         return {name: make(Mean, (values[total], values[weight])) for name, total, weight in self.columns}
 
 
-def unstacked(metrics: Metrics | Stacked) -> Metrics:
-    """Convert `Stacked` metrics to a dict of Means; return a dict unchanged."""
-    return metrics.metrics() if type(metrics) is Stacked else cast(Metrics, metrics)
+def as_dict(metrics: Metrics | MetricVector) -> Metrics:
+    """Convert `MetricVector` metrics to a dict of Means; return a dict unchanged."""
+    return metrics.metrics() if type(metrics) is MetricVector else cast(Metrics, metrics)
 
 
 def numbers(outputs: list[Tensor]) -> list[bool]:
@@ -44,7 +44,7 @@ def builder(treedef: tree.TreeDef, stacked: list[bool]) -> Callable[[Any], Any]:
         columns = _columns(tree.unflatten(treedef, list(range(len(stacked)))))
         if columns is None:
             return lambda outputs: tree.unflatten(treedef, outputs[0].unbind())
-        return lambda outputs: Stacked(outputs[0], columns)
+        return lambda outputs: MetricVector(outputs[0], columns)
 
     def mixed(outputs: Any) -> Any:
         scalars, rest = iter(outputs[0].unbind()), iter(outputs[1:])

@@ -20,7 +20,7 @@ import torch
 from ..config import FitConfig, fields, sources
 from ..errors import ConfigError, RankError
 from ..optim import Transform, clip_by_global_norm, clip_by_value, identity
-from ..state import is_number
+from ..state import check_choice, check_range
 
 _WHERE = "from_lightning"
 
@@ -188,14 +188,16 @@ def _only(*accepted: Any) -> Callable[[Any], bool]:
 
 
 _REFUSED = {
-    "enable_model_summary": _Refusal(_only(False), "fit prints no summary of the model", "call print(state)"),
+    "enable_model_summary": _Refusal(
+        _only(False), "fit prints no summary of the model", "print(ps.summary(program, state, batch))"
+    ),
     "limit_predict_batches": _Refusal(
-        _only(1.0), "fit does not predict", "call program.bind(state) on itertools.islice(loader, 10)"
+        _only(1.0), "fit does not predict", "ps.predict(program, state, itertools.islice(loader, 10))"
     ),
     "limit_test_batches": _Refusal(
         _only(1.0), "fit does not test", "ps.evaluate(state, itertools.islice(test, 10), program.eval_step)"
     ),
-    "model_registry": _Refusal(_only(), "purestep uploads nothing", "call export_weights(path, program, state)"),
+    "model_registry": _Refusal(_only(), "purestep uploads nothing", "ps.export_weights(path, program, state)"),
     "num_sanity_val_steps": _Refusal(
         _only(0), "fit evaluates nothing before training", "run with fast_dev_run=2 first, or pass 0"
     ),
@@ -334,7 +336,7 @@ def _strategy(value: Any) -> str:
     for starts, cure in cures.items():
         if str(named).startswith(starts):
             raise RankError(f"strategy={named!r} has no equal here", where=_WHERE, hint=cure)
-    raise ConfigError(f"strategy={value!r} is not known", where=_WHERE, hint='strategy="auto"')
+    raise ConfigError(f"strategy={value!r} is unknown", where=_WHERE, hint='strategy="auto"')
 
 
 def _read_device(args: Mapping[str, Any], *, several: bool) -> str | None:
@@ -429,13 +431,8 @@ def _read_precision(value: Any) -> str:
     }
     known = ("64-true", "32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed")
     found = names.get(str(value), str(value))
-    if found in known:
-        return found
-    raise ConfigError(
-        f"precision={value!r} is not supported; there are {', '.join(known)}",
-        where=_WHERE,
-        hint='precision="bf16-mixed"',
-    )
+    check_choice(_WHERE, known, precision=found)
+    return found
 
 
 def _read_accumulate(args: Mapping[str, Any]) -> int:
@@ -447,16 +444,10 @@ def _clip(args: Mapping[str, Any]) -> Transform:
     limit, algorithm = args["gradient_clip_val"], args["gradient_clip_algorithm"]
     kinds = {"norm": clip_by_global_norm, "value": clip_by_value}
     name = "norm" if algorithm is None else str(algorithm).lower()
-    if name not in kinds:
-        raise ConfigError(
-            f"gradient_clip_algorithm={algorithm!r} is not known", where=_WHERE, hint='pass "norm" or "value"'
-        )
+    check_choice(_WHERE, kinds, gradient_clip_algorithm=name)
     if limit is None:
         return identity()
-    if not is_number(limit) or not 0 <= limit < float("inf"):
-        raise ConfigError(
-            f"gradient_clip_val={limit!r} is no number of at least 0", where=_WHERE, hint="gradient_clip_val=1.0"
-        )
+    check_range(_WHERE, 0, gradient_clip_val=limit)
     return kinds[name](float(limit)) if limit else identity()
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import batch_objects
+from .. import tree as trees
 from ..errors import DataError
 from ..torch_ext import tensor_layout
 
@@ -64,7 +64,10 @@ def check_batch(batch: Any, first: BatchSpec | None = None, *, where: str = "bat
         (cure: make all batches alike except for ...)
     """
     devices: dict[torch.device, str] = {}
-    spec = BatchSpec(_spec(batch, "batch", devices))
+    try:
+        spec = BatchSpec(_spec(batch, "batch", devices))
+    except DataError as error:  # of an object of an unknown class
+        raise DataError(f"{error.where} {error.what}", where=where, hint=error.hint) from None
     if first is not None and not _alike(spec.spec, first.spec, is_batch=True):
         raise DataError(_difference(spec.spec, first.spec, "batch"), where=where, hint=_ALIKE)
     if not devices and not _moves(spec.spec):
@@ -100,7 +103,7 @@ def _spec(tree: Any, path: str, devices: dict[torch.device, str]) -> Spec:
         return _Node(type(tree).__name__, keys, tuple(_spec(mapping[key], f"{path}/{key}", devices) for key in keys))
     if isinstance(tree, np.ndarray):
         return _Leaf(f"{tree.dtype} array of rank {tree.ndim}")
-    attributes = batch_objects.attributes(tree)
+    attributes = trees.attributes(tree, where=path)
     if attributes is not None:
         parts = tuple(_spec(child, f"{path}/{name}", devices) for name, child in attributes.items())
         return _Node(type(tree).__name__, tuple(attributes), parts)

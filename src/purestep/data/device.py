@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from .. import batch_objects, tree
+from .. import tree as trees
 from ..errors import DataError
 from ..precision import usable
 from ..torch_ext import tensor_layout
-from ..tree import leaves
 from ..types import Batch, Device, TrainState, Tree
 
 T = TypeVar("T")
@@ -72,7 +71,7 @@ def device_of(like: Tree) -> Device:
         return like.device
     if isinstance(like, TrainState):
         return like.step.device
-    return tree.device(leaves(like))
+    return trees.device(trees.leaves(like))
 
 
 def _moved(leaf: Any, device: Device) -> Any:
@@ -109,13 +108,13 @@ def _mapped(tree: Any, fn: Callable[[Any], Any], path: str) -> Any:
         return items._make(new) if hasattr(items, "_make") else type(items)(new)  # pyright: ignore  # a NamedTuple
     if isinstance(tree, Mapping):
         return _mapped_mapping(cast("Mapping[Any, Any]", tree), fn, path)
-    values = None if _moves_itself(tree) else batch_objects.attributes(tree)
+    values = None if _moves_itself(tree) else trees.attributes(tree, where=f"batch{path}")
     if values is None:
         return _leaf(tree, fn, path)
     new = {name: _mapped(child, fn, f"{path}/{name}") for name, child in values.items()}
     if all(new[name] is child for name, child in values.items()):
         return tree
-    return batch_objects.build(type(tree), new)
+    return trees.build(type(tree), new)
 
 
 def _moves_itself(leaf: Any) -> bool:

@@ -328,7 +328,8 @@ def limit(feed: Feed, amount: int | float) -> Feed:
         hint = "pass 100 (batches) or 0.25 (a quarter of the epoch)"
         raise ConfigError(f"{amount!r} batches", where=feed.name, hint=hint)
     if isinstance(amount, float) and not feed.length:
-        raise ConfigError(f"{amount} of a loader without length", where=feed.name, hint="pass a number of batches: 100")
+        what = f'limit_batches={{"{feed.name}": {amount}}} needs len(loader), and the loader {feed.name!r} has none'
+        raise ConfigError(what, where="fit", hint=f'pass a number of batches: limit_batches={{"{feed.name}": 100}}')
     return feed if amount == 1.0 and isinstance(amount, float) else _Limited(feed, amount)
 
 

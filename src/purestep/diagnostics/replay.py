@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import batch_objects, tree
+from .. import tree
 from ..errors import Corrupt, Mismatch, NotFound, StateError
 from ..files import replacing, write_failed
 from ..torch_ext import tensor_layout
@@ -43,7 +43,7 @@ def write(path: Path | str, state: Tree, batch: Any, notes: Mapping[str, Any]) -
     Args:
         path: the file.
         state: a tree of tensors.
-        batch: dicts, lists, tuples, NamedTuples, dataclasses and similar objects (`batch_objects.attributes`) of
+        batch: dicts, lists, tuples, NamedTuples, dataclasses and other nodes (`tree.attributes`) of
             tensors, numeric arrays, numbers, text and None.
         notes: JSON values.
 
@@ -178,7 +178,7 @@ def _node(path: str, node: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
         children = [_node(f"{path}/{index}", child, tensors) for index, child in enumerate(items)]
         found: dict[str, Any] = {"list" if isinstance(node, list) else "tuple": children}
         return found if fields is None else {**found, "name": type(items).__name__, "fields": list(fields)}
-    attributes = batch_objects.attributes(node)
+    attributes = tree.attributes(node, where=path)
     if attributes is not None:
         return {"object": [[name, _node(f"{path}/{name}", child, tensors)] for name, child in attributes.items()]}
     kind = f"{type(node).__module__}.{type(node).__qualname__}"

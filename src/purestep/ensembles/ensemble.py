@@ -23,13 +23,13 @@ from ..analysis import plain_functions
 from ..errors import ConfigError, DataError, PurestepError, StateError, StepContractError
 from ..metrics import Gathered
 from ..model import functional
-from ..state import is_count, recipe, stacked
-from ..step import Adding, Closing, decomposed, static_of
+from ..state import check_choice, check_count, known_keywords, stacked
+from ..step import Adding, Closing, static_of
 from ..torch_ext import draws, tracing
 from ..types import Batch, Empty, Mean, Metrics, Params, Program, Static, Steps, TrainState, Tree
 
 
-@recipe
+@known_keywords
 def ensemble(program: Program, members: int, *, batches: Literal["shared", "own"] = "shared") -> Program:
     """Train many models of one program in one step: an ensemble, several seeds, or a sweep of hyperparameters.
 
@@ -180,7 +180,7 @@ def _checked(program: Any, members: Any, batches: Any) -> Program:
         raise ConfigError(f"the program is a {type(program).__name__}", where="ensemble", hint=hint)
     if program.static is None or static_of(program.train_step) is not program.static:
         raise ConfigError(
-            "the train_step is compiled, or no program's own",
+            "ps.ensemble maps the eager train_step of ps.program, and this one is compiled, or a function of yours",
             where="ensemble",
             hint="ps.ensemble(ps.program(model, objective, tx), 8), then ps.compile_program; map a step of your own by "
             "torch.func.vmap",
@@ -189,10 +189,8 @@ def _checked(program: Any, members: Any, batches: Any) -> Program:
         raise ConfigError("the program is distributed", where="ensemble", hint="pass the program of ps.program")
     if program.static.members:
         raise ConfigError("the program is an ensemble", where="ensemble", hint="pass the program of one member")
-    if not is_count(members, 1):
-        raise ConfigError(f"members is {members!r}", where="ensemble", hint="members=8")
-    if batches not in ("shared", "own"):
-        raise ConfigError(f"batches is {batches!r}", where="ensemble", hint='batches="shared" or "own"')
+    check_count("ensemble", least=1, cure="members=8", members=members)
+    check_choice("ensemble", ("shared", "own"), batches=batches)
     return program
 
 
@@ -382,7 +380,8 @@ class _Mapped:
             return tuple(found[index] for index in at)
 
         try:
-            function = decomposed(flat) if self._is_recurrent and where in ("eval_step", "bind") else flat
+            is_plain = not self._is_recurrent or where not in ("eval_step", "bind")
+            function = flat if is_plain else plain_functions.decomposed(flat)
             outputs = torch.func.vmap(function, randomness=draws)(*leaves, *rows)
         except PurestepError:
             raise

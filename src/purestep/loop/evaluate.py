@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .. import batch_objects, data, ema, tree
+from .. import data, ema, tree
 from .. import metrics as metrics_
 from ..errors import ConfigError, StepContractError
 from ..metrics import Gathered
@@ -285,4 +285,4 @@ def _kind(leaf: Any) -> Any:
     """Return what must not change from batch to batch. A mapping or record that is a leaf is never equal."""
     if isinstance(leaf, Tensor):
         return leaf.dtype, leaf.dim(), leaf.device, leaf.layout
-    return object() if isinstance(leaf, Mapping) or batch_objects.attributes(leaf) is not None else type(leaf)
+    return object() if isinstance(leaf, Mapping) or tree.attributes(leaf) is not None else type(leaf)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .. import metrics as metrics_
-from ..compile import Stacked, unstacked
+from ..compile import MetricVector, as_dict
 from ..errors import StepContractError
 from ..types import Mean, Metrics
 
@@ -91,11 +91,11 @@ class MetricQueue:
         """Copies, from the first one on, that `rows` takes without waiting; None: all that are complete."""
         self._taken = 0
         self.kinds: Kinds = {}
-        self._waiting: list[Metrics | Stacked] = []
+        self._waiting: list[Metrics | MetricVector] = []
         self._tags: list[Any] = []
         self._copies: deque[_Copy] = deque()
 
-    def add(self, tag: Any, metrics: Metrics | Stacked) -> None:
+    def add(self, tag: Any, metrics: Metrics | MetricVector) -> None:
         """Put in the metrics of a call."""
         waiting = self._waiting
         waiting.append(metrics)
@@ -108,11 +108,11 @@ class MetricQueue:
         if not self._waiting:
             return
         tags, waiting, self._tags, self._waiting = self._tags, self._waiting, [], []
-        if all(type(metrics) is Stacked for metrics in waiting):
-            stacked = cast("list[Stacked]", waiting)
+        if all(type(metrics) is MetricVector for metrics in waiting):
+            stacked = cast("list[MetricVector]", waiting)
             packed, columns = torch.cat([metrics.numbers for metrics in stacked]), [m.columns for m in stacked]
         else:
-            packed, columns = self._packed([unstacked(metrics) for metrics in waiting])
+            packed, columns = self._packed([as_dict(metrics) for metrics in waiting])
         self._copies.append(_Copy(tags, columns, *_to_host(packed)))
 
     def _packed(self, waiting: list[Metrics]) -> tuple[Tensor, list[Columns]]:

@@ -21,7 +21,7 @@ from ..diagnostics import differentiates, not_finite, purity, replay
 from ..errors import NonFiniteError, PurestepError
 from ..snapshot import Snapshots
 from ..state import stacked
-from ..step import microbatch
+from ..step import drawn_in_step, microbatch
 from ..types import Empty, Form, Params, Program, TrainState, Tree
 from .loop_state import Call
 
@@ -336,7 +336,7 @@ def _weight(parts: Any, state: TrainState, batch: Any) -> float | None:
 
     try:
         with torch.no_grad():
-            return parts.draw(state, summed)
+            return drawn_in_step(state, summed)
     except Exception as error:
         _log.info("the objective fails in eager mode, so its weight is unknown: %s", error)
         return None

@@ -155,7 +155,7 @@ class _Outputs:
     def add(self, outputs: Any, index: int, *, counts: bool) -> None:
         """Copy the outputs of a batch to the CPU, unless its row only stands in for an empty share."""
         self._count = index + 1
-        outputs = tree.dicts(outputs)
+        outputs = tree.dicts(outputs, where=None)
         self._check_nodes(outputs, "")
         named = tree.with_paths(outputs)
         treedef = tree.flatten(outputs)[1]

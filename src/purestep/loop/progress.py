@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from .. import tree
-from ..compile import Stacked, states
+from ..compile import MetricVector, states
 from ..errors import NonFiniteError, StepContractError
 from ..events import Logged
 from ..state import stacked
@@ -87,7 +87,7 @@ class Progress:
         if self._halts:
             self._queue.depth = _calls_to_hold(size)
 
-    def add(self, call: Call, metrics: Metrics | Stacked, loop: LoopState, batch: Any = None) -> None:
+    def add(self, call: Call, metrics: Metrics | MetricVector, loop: LoopState, batch: Any = None) -> None:
         """Put in the metrics of a call and its batch; None for a flush."""
         if self._halts:
             if not self._held and batch is not None and not self._is_fixed:

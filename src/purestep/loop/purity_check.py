@@ -79,7 +79,7 @@ class PurityCheck:
     def _observe(self, state: Tree, batch: Any) -> tuple[Tree, Metrics]:
         return purity.observe(
             lambda: check_pair(self._step(state, batch)),
-            {"state": state, "batch": batch},
+            {"state": state, "batch": batch, "closure": purity.closure_of(self._step)},
             again=lambda: check_pair(self._reach.step(state, batch)),
             leaks=self._made == 1,
         )

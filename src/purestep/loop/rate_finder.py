@@ -13,7 +13,7 @@ from .. import data, optim, parallel, tree
 from .. import metrics as metrics_
 from ..errors import ConfigError, DataError, StateError, StepContractError
 from ..parallel import agreement
-from ..state import is_count, is_number, stacked
+from ..state import check_count, check_range, stacked
 from ..types import Device, Empty, Metrics, Program, TrainState
 from . import ranks
 from .evaluate import check_pair
@@ -159,16 +159,13 @@ def find_learning_rate(
 
 
 def _check_numbers(low: Any, high: Any, steps: Any, smoothing: Any, divergence: Any) -> None:
-    problems = [
-        ("low", low, is_number(low) and 0 < low < math.inf, "low=1e-7"),
-        ("high", high, is_number(high) and is_number(low) and low < high < math.inf, "high=1.0, which exceeds low"),
-        ("steps", steps, is_count(steps, 2), "steps=100"),
-        ("smoothing", smoothing, is_number(smoothing) and 0 <= smoothing < 1, "smoothing=0.98"),
-        ("divergence", divergence, divergence is None or (is_number(divergence) and divergence > 1), "divergence=4.0"),
-    ]
-    for name, value, is_fine, cure in problems:
-        if not is_fine:
-            raise ConfigError(f"{name} is {value!r}", where="find_learning_rate", hint=cure)
+    where = "find_learning_rate"
+    check_range(where, 0, ends="()", cure="low=1e-7", low=low)
+    check_range(where, low, ends="()", cure="high=1.0, which exceeds low", high=high)
+    check_count(where, least=2, cure="steps=100", steps=steps)
+    check_range(where, 0, 1, cure="smoothing=0.98", smoothing=smoothing)
+    if divergence is not None:
+        check_range(where, 1, ends="()", cure="divergence=4.0", divergence=divergence)
 
 
 def _checked(state: Any, leaf: str, rate: float) -> TrainState:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import compile as compile_
 from .. import data, files, tree
-from ..compile import Stacked, first_line, states
+from ..compile import MetricVector, first_line, states
 from ..diagnostics import not_finite, purity
 from ..errors import ConfigError, NonFiniteError, PurestepError, StepContractError
 from ..step import static_of
@@ -70,7 +70,7 @@ class TrainCall:
         # A compiled step compares each batch with the last one itself, and reports only one that differs.
         own = step if isinstance(step, compile_.CompiledStep) else None
         self._step_checks_batch = own is not None
-        self._step: Any = partial(own.stacked, unlike=self._other_batch) if own else counting(step)
+        self._step: Any = partial(own.call, unlike=self._other_batch) if own else counting(step)
         # A checked call is pure: its result goes into the memory that the other calls would have written.
         self._kept = step.kept if isinstance(step, compile_.DonatedStep) and step.adopts else None
         self._has_harmed = step.has_harmed if isinstance(step, compile_.DonatedStep) else lambda: False
@@ -84,7 +84,7 @@ class TrainCall:
         self._next_check = 1
         self._loop = LoopState()
 
-    def __call__(self, state: Tree, batch: Any, loop: LoopState) -> tuple[Tree, Metrics | Stacked]:
+    def __call__(self, state: Tree, batch: Any, loop: LoopState) -> tuple[Tree, Metrics | MetricVector]:
         """Return ``step(state, batch)`` for the next batch of this loop state.
 
         Raises:
@@ -128,14 +128,14 @@ class TrainCall:
         harmed = self._has_harmed() or not compile_.is_alive(state)
         self.broke_donation = harmed and not isinstance(error, PurestepError)
 
-    def _unchecked(self, state: Tree, batch: Any) -> tuple[Tree, Metrics | Stacked]:
+    def _unchecked(self, state: Tree, batch: Any) -> tuple[Tree, Metrics | MetricVector]:
         result = self._step(state, batch)
         return result if self._compiled else check_pair(result)  # a graph's result is checked at capture
 
     def _other_batch(self, batch: Any) -> None:
         self._check_batch(batch, self._loop)
 
-    def _checked(self, state: Tree, batch: Any, place: str) -> tuple[Tree, Metrics | Stacked]:
+    def _checked(self, state: Tree, batch: Any, place: str) -> tuple[Tree, Metrics | MetricVector]:
         calls = self._calls
         self._check_batch(batch, self._loop)
         try:
@@ -163,7 +163,7 @@ class TrainCall:
 class _FailpointCall(TrainCall):
     """A TrainCall with failpoints, for runs with a plan for them, so that no other run pays for them."""
 
-    def __call__(self, state: Tree, batch: Any, loop: LoopState) -> tuple[Tree, Metrics | Stacked]:
+    def __call__(self, state: Tree, batch: Any, loop: LoopState) -> tuple[Tree, Metrics | MetricVector]:
         files.failpoint("loop.batch")
         result = super().__call__(state, batch, loop)
         try:
@@ -238,9 +238,9 @@ def ready_program(program: Program, state: Tree, config: FitConfig) -> Program:
     if wanted != "auto":
         return compiled
     assert isinstance(compiled.train_step, compile_.CompiledStep)
-    stacked, warned = compiled.train_step.stacked, set[str]()
+    train, warned = compiled.train_step.call, set[str]()
     return compiled._replace(
-        train_step=_with_fallback(stacked, counting(eager.train_step), warned),
+        train_step=_with_fallback(train, counting(eager.train_step), warned),
         flush=_with_fallback(compiled.flush, eager.flush, warned),
         eval_step=_eval_with_fallback(compiled.eval_step, eager.eval_step, warned),
     )
@@ -318,9 +318,7 @@ def _may_come_from_compiling(error: Exception) -> bool:
 
     Errors of purestep are not, except that no graph can be made. Nor is a lack of memory, since eager needs more.
     """
-    # An error that stopped a capture has Dynamo's message as its cause.
-    chain = [one for one in (error, error.__cause__) if one is not None]
-    if any(compile_.stopped(one) or isinstance(one, compile_.Uncaptured) for one in chain):
+    if isinstance(error, compile_.Uncaptured):
         return True
     return not isinstance(error, PurestepError | MemoryError | torch.OutOfMemoryError)
 

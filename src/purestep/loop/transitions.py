@@ -10,7 +10,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import data, ema, events, files
-from ..compile import Stacked, released, unstacked
+from ..compile import MetricVector, as_dict, released
 from ..diagnostics import purity
 from ..errors import NonFiniteError, StepContractError
 from ..types import Metrics, Program, Tree
@@ -159,7 +159,7 @@ def call_flush(run: Run) -> None:
     _count(run, Call(run.loop.calls, run.loop.epoch, -1, closes), metrics, None)
 
 
-def _count(run: Run, call: Call, metrics: Metrics | Stacked, batch: Any) -> None:
+def _count(run: Run, call: Call, metrics: Metrics | MetricVector, batch: Any) -> None:
     """Hand the metrics of a call to the progress and the callbacks, and take in what has arrived of earlier ones."""
     progress, callbacks, profiler = run.services.progress, run.services.callbacks, run.services.profiler
     if profiler is not None and call.closing:
@@ -167,7 +167,7 @@ def _count(run: Run, call: Call, metrics: Metrics | Stacked, batch: Any) -> None
     progress.add(call, metrics, run.loop, batch)
     if call.closing and callbacks.has_callbacks:
         updates = run.loop.updates + progress.pending
-        event = events.StepEnd(run.state, unstacked(metrics), batch, call.epoch, call.batch, updates)
+        event = events.StepEnd(run.state, as_dict(metrics), batch, call.epoch, call.batch, updates)
         _heed(run, callbacks.ask(event))
     if call.closing and run.services.histograms is not None:
         found = run.services.histograms.after_update(run.state, updates=run.loop.updates + progress.pending)

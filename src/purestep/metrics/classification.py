@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, StepContractError
+from ..state import check_choice
 from ..types import Mean
 
 Average: TypeAlias = Literal["binary", "micro", "macro"]
@@ -75,10 +76,7 @@ def accuracy(outputs: Any, targets: Tensor, *, k: int = 1, **options: Unpack[Cou
 
 def _check_options(where: str, options: CountOptions) -> None:
     for name in options:
-        if name not in _OPTIONS:
-            raise ConfigError(
-                f"unknown option {name!r}", where=f"metrics.{where}", hint=f"one of {', '.join(_OPTIONS)}"
-            )
+        check_choice(f"metrics.{where}", _OPTIONS, option=name)
 
 
 def counts(outputs: Any, targets: Tensor, **options: Unpack[CountOptions]) -> Counts:
@@ -212,7 +210,7 @@ def _averaged(where: str, total: Tensor, weight: Tensor, average: Average, posit
     if average == "macro":
         return Mean(total, weight)
     if average != "binary":
-        raise ConfigError(f"average={average!r}", where=f"metrics.{where}", hint='"binary", "micro" or "macro"')
+        check_choice(f"metrics.{where}", ("binary", "micro", "macro"), average=average)
     if len(total) > 2 or not 0 <= positive <= 1:
         raise ConfigError(
             f'average="binary" with class {positive} of {len(total)} classes',

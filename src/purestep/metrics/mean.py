@@ -70,8 +70,7 @@ def _add(name: str, first: Mean, second: Mean) -> Mean:
 
 def with_sums(mean: Mean, total: Tensor, weight: Tensor) -> Mean:
     """Return a metric of the same type with another total and weight."""
-    # Dynamo of torch 2.11 cannot return the result of `_replace`.
-    return Mean(total, weight) if type(mean) is Mean else mean._replace(total=total, weight=weight)
+    return mean._replace(total=total, weight=weight)
 
 
 def compute(metrics: Metrics, *, prefix: str = "") -> dict[str, float]:
@@ -131,7 +130,9 @@ def as_mean(value: Tensor | float, weight: Tensor | float = 1.0) -> Mean:
             hint="pass a real number, or one per class: value.mean()",
         )
     mean = mean.float()
-    count = torch.as_tensor(weight, dtype=torch.float32, device=mean.device).detach().expand_as(mean)
+    # `full` takes a size that varies, in a trace for batches of many sizes.
+    known = weight.detach() if isinstance(weight, Tensor) else torch.full((), weight)
+    count = known.to(device=mean.device, dtype=torch.float32).expand_as(mean)
     # A mean over nothing is nan, and nan x 0 would be nan.
     return Mean(torch.where(count > 0, mean * count, torch.zeros_like(mean)), count.clone())
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import rng
 from ..errors import ConfigError
-from ..state import recipe
+from ..state import known_keywords
 from ..torch_ext import tracing
 from ..types import Mean, Metric
 from .classification import logits_of
@@ -22,7 +22,7 @@ Prepare = Callable[[Any, Any], Any]
 """(outputs, targets) -> the arguments of the metric's ``update``: a tuple, or a dict of keyword arguments."""
 
 
-@recipe
+@known_keywords
 def from_torchmetrics(metric: Any, prepare: Prepare | None = None) -> Metric:
     """Build a metric function from a ``torchmetrics.Metric``. `supervised` and `hf_loss` call it for bare objects.
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import fnmatch
 import operator
-from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import Any, NamedTuple, TypeVar, cast
+from collections.abc import Callable, Generator, Iterable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -43,42 +43,6 @@ class Names(NamedTuple):
     empty: tuple[str, ...]  # buffers registered as None, which a state does not hold
 
 
-class Shown(dict[str, Tensor]):
-    """Parameters by name, some of which are pieces of the whole: reading those raises StepContractError."""
-
-    def __init__(self, params: Params, hidden: frozenset[str]) -> None:
-        super().__init__(params)
-        self._hidden = hidden
-
-    def _checked(self, name: str) -> None:
-        if name in self._hidden:
-            raise StepContractError(
-                "is whole only inside of its unit, and cannot be read by the objective",
-                where=f"model.params/{name}",
-                hint="leave the layer out of units=[...] of ps.distribute",
-            )
-
-    def __getitem__(self, name: str) -> Tensor:
-        self._checked(name)
-        return super().__getitem__(name)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """As for a dict."""
-        self._checked(name)
-        return super().get(name, default)
-
-    def __iter__(self) -> Iterator[str]:
-        return super().__iter__()  # defined here so that {**self} calls __getitem__
-
-    def values(self) -> Any:
-        """As for a dict."""
-        return [self[name] for name in self]
-
-    def items(self) -> Any:
-        """As for a dict."""
-        return [(name, self[name]) for name in self]
-
-
 class Scheduled(dict[str, Tensor]):
     """The scheduled scalars of a program by name; shape=() each."""
 
@@ -94,8 +58,8 @@ class Scheduled(dict[str, Tensor]):
 class Template(NamedTuple):
     """Weightless modules in train and eval mode, and the names of their tensors."""
 
-    train: nn.Module
-    eval: nn.Module
+    train: _Dispatch
+    eval: _Dispatch
     names: Names
 
 
@@ -131,7 +95,7 @@ class Bound:
     @property
     def module(self) -> nn.Module:
         """The weightless module, to read its configuration."""
-        return cast(nn.Module, self._module.model)
+        return self._module.model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run("model", "__call__", args, kwargs)
@@ -223,7 +187,9 @@ class Bound:
             if not callable(found):
                 cure = f"add a method that returns it: def read_{method.rpartition('.')[2]}(self, ...)"
                 raise StepContractError(f"is a {type(found).__name__}, not a method", where=method, hint=cure)
+            numbers = self._module.numbers.read()
             output = found(*args, **kwargs)
+            self._module.numbers.check(numbers)
             if isinstance(output, Generator | nn.Module):  # they would be read when the module has no weights
                 cure = _LISTS.get(method, f"add a method that computes with what {method} gives")
                 raise StepContractError(f"returned a {type(output).__name__}", where=f"model.{method}", hint=cure)
@@ -244,52 +210,17 @@ class Bound:
         return output
 
 
-class Recording(Bound):
-    """A pure call that keeps the outputs of every call of the model, not of the objective's own module."""
-
-    __slots__ = ("outputs",)
-
-    def __init__(self, template: Template, params: Params, frozen: Params, buffers: Params, *, train: bool) -> None:
-        super().__init__(template, params, frozen, buffers, train=train)
-        self.outputs: list[Any] = []
-
-    def _run(self, target: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        output = super()._run(target, method, args, kwargs)
-        if target == "model":
-            self.outputs.append(output)
-        return output
-
-
-class Given(Bound):
-    """A pure call that returns stored outputs, in order, in place of calling the model."""
-
-    __slots__ = ("_outputs",)
-
-    def __init__(
-        self,
-        template: Template,
-        params: Params,
-        frozen: Params,
-        buffers: Params,
-        *,
-        train: bool,
-        outputs: Iterable[Any],
-    ) -> None:
-        super().__init__(template, params, frozen, buffers, train=train)
-        self._outputs = iter(outputs)
-
-    def _run(self, target: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return next(self._outputs) if target == "model" else super()._run(target, method, args, kwargs)
-
-
 class _Dispatch(nn.Module):
     """Parent of the model and the objective, so that one functional_call can run any method of either."""
+
+    model: nn.Module
 
     def __init__(self, model: nn.Module, objective: nn.Module | None) -> None:
         super().__init__()
         self.model = model
         if objective is not None:
             self.objective = objective
+        self.numbers = write_check.Numbers(self)
 
     def forward(self, run: Callable[[], _Result]) -> _Result:
         return run()
@@ -343,7 +274,7 @@ def rewritten(given: Template, change: Callable[[nn.Module], None]) -> Template:
     """
     train, evaluation = copy_structure(given.train), copy_structure(given.eval)
     for each in (train, evaluation):
-        change(cast(nn.Module, each.model))
+        change(each.model)
     return Template(train, evaluation, given.names)
 
 
@@ -416,6 +347,9 @@ def _names(module: nn.Module, objective: nn.Module | None) -> Names:
     check(modules, parameters, buffers)
     found = _first(parameters)
     params = tuple(name for name, parameter in found.items() if parameter.requires_grad)
+    if not found:
+        hint = "put layers into nn.ModuleList or nn.ModuleDict: a plain list or dict does not register them"
+        raise StateError("the module has no parameters", where=type(module).__name__, hint=hint)
     if not params:
         raise StateError(
             "the module has no parameter with requires_grad=True",

@@ -6,13 +6,15 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import StateError, StepContractError
 from ..torch_ext import tensor_layout
+
+_Module = TypeVar("_Module", bound=nn.Module)
 
 Named = Iterable[tuple[str, Tensor]]
 """(name, tensor) pairs, including tied aliases."""
@@ -55,62 +57,47 @@ def _copied(module: Any, memo: dict[int, Any]) -> Any:
     kept = dict(memo)  # deepcopy leaves incomplete copies in its memo when it fails
     try:
         return copy.deepcopy(module, memo)
-    except _COPY_ERRORS as error:
+    except (RuntimeError, TypeError) as error:
         raise _not_copied(module, kept, error) from error
 
 
-_COPY_ERRORS = (RuntimeError, TypeError)
+_OLD_UTILITIES = {
+    "_g": "use torch.nn.utils.parametrizations.weight_norm instead of torch.nn.utils.weight_norm",
+    "_u": "use torch.nn.utils.parametrizations.spectral_norm instead of torch.nn.utils.spectral_norm",
+    "_mask": "call torch.nn.utils.prune.remove(layer, {name!r}), and use torch.nn.utils.parametrize to keep zeros zero",
+}
+"""Suffix of a tensor's name -> the cure for torch's utility that computes an attribute from this tensor."""
 
 
 def _not_copied(module: nn.Module, memo: dict[int, Any], error: Exception) -> StateError:
-    """Build the error for a failed copy, which names the attribute or the submodule that cannot be copied."""
+    """The error for a failed copy: it names the attribute, or the submodule whose own copy fails."""
     known = memo | {id(part): part for part in module.modules()}  # copies of a part do not copy the others
     for name, part in module.named_modules():
-        failed = _copy_error(part, {key: value for key, value in known.items() if key != id(part)})
-        if failed is None:
-            continue
         for attribute, value in vars(part).items():
-            found = None if attribute in _REGISTERED else _copy_error(value, known)
-            if found is not None:
-                what, cure = _cause(part, attribute, value, found)
-                return StateError(what, where=f"{name}.{attribute}" if name else attribute, hint=cure)
-        return StateError(f"cannot be copied: {failed}", where=name or type(part).__name__, hint=_PLAIN_ATTRIBUTES)
-    return StateError(f"the module cannot be copied: {error}", where=type(module).__name__, hint=_PLAIN_ATTRIBUTES)
+            if attribute in _REGISTERED or _is_copied(value, known):
+                continue
+            reason = str(error)
+            cure = f"keep it outside of the module, or define {type(part).__name__}.__deepcopy__"
+            if any(isinstance(each, Tensor) and each.grad_fn is not None for each in (value, *_contents(value))):
+                reason = "autograd computed it from other tensors"
+                utilities = [text for suffix, text in _OLD_UTILITIES.items() if hasattr(part, attribute + suffix)]
+                cure = (*utilities, "compute it in forward, or store value.detach()")[0].format(name=attribute)
+            what = f"is an attribute of {type(part).__name__} that cannot be copied: {reason}"
+            return StateError(what, where=f"{name}.{attribute}" if name else attribute, hint=cure)
+        if not _is_copied(part, {key: value for key, value in known.items() if key != id(part)}):
+            return StateError(f"cannot be copied: {error}", where=name or type(part).__name__, hint=_ONLY_PLAIN)
+    return StateError(f"the module cannot be copied: {error}", where=type(module).__name__, hint=_ONLY_PLAIN)
 
 
-_PLAIN_ATTRIBUTES = "keep only parameters, buffers and plain values as attributes"
+_ONLY_PLAIN = "keep only parameters, buffers and plain values as attributes"
 
 
-def _copy_error(value: Any, memo: dict[int, Any]) -> Exception | None:
+def _is_copied(value: Any, memo: dict[int, Any]) -> bool:
     try:
         copy.deepcopy(value, dict(memo))
-    except _COPY_ERRORS as error:
-        return error
-    return None
-
-
-_OLD_UTILITIES = (
-    ("_g", "use torch.nn.utils.parametrizations.weight_norm instead of torch.nn.utils.weight_norm"),
-    ("_u", "use torch.nn.utils.parametrizations.spectral_norm instead of torch.nn.utils.spectral_norm"),
-    (
-        "_mask",
-        "call torch.nn.utils.prune.remove(layer, {name!r}), and use torch.nn.utils.parametrize to keep the zeros zero",
-    ),
-)
-"""(suffix, cure): torch's utilities that compute an attribute from a tensor named with this suffix."""
-
-
-def _cause(module: nn.Module, attribute: str, value: Any, error: Exception) -> tuple[str, str]:
-    """Say why an attribute cannot be copied, and the cure."""
-    kind = type(module).__name__
-    if not any(isinstance(each, Tensor) and each.grad_fn is not None for each in (value, *_contents(value))):
-        what = f"is an attribute of {kind} that cannot be copied: {error}"
-        return what, f"keep it outside of the module, or define {kind}.__deepcopy__"
-    what = f"is an attribute of {kind} that cannot be copied: autograd computed it from other tensors"
-    for suffix, cure in _OLD_UTILITIES:
-        if hasattr(module, attribute + suffix):
-            return what, cure.format(name=attribute)
-    return what, "compute it in forward, or store value.detach()"
+    except (RuntimeError, TypeError):
+        return False
+    return True
 
 
 def weightless_copy(module: nn.Module) -> nn.Module:
@@ -124,7 +111,8 @@ def weightless_copy(module: nn.Module) -> nn.Module:
     for name, part in made.named_modules():
         if id(part) in kept:
             raise StateError(
-                "is no copy: its __deepcopy__ returns the module itself, whose mode a step would change",
+                "ps.program copies the model, but copy.deepcopy of this module returns the module itself, so a step "
+                "would switch the train/eval mode of your model",
                 where=name or type(part).__name__,
                 hint="remove __deepcopy__, or return a new module from it",
             )
@@ -136,7 +124,7 @@ def weightless_copy(module: nn.Module) -> nn.Module:
     return made
 
 
-def copy_structure(module: nn.Module) -> nn.Module:
+def copy_structure(module: _Module) -> _Module:
     """Copy a module to the meta device without the checks of `weightless_copy`."""
     # With meta tensors in its memo, deepcopy copies the structure without the weights, keeps ties, and never calls a
     # tensor subclass's own __deepcopy__, which may fail.
@@ -242,6 +230,7 @@ def check(modules: Iterable[tuple[str, nn.Module]], parameters: Named, buffers: 
         _check_tensor(name, value)
     _check_memory(dict(parameters), dict(buffers))
     for name, part in modules:
+        _check_mode(name or type(part).__name__, part)
         if name in ("", "objective"):
             _check_scripted(name or "model", part)
         if isinstance(part, nn.Embedding | nn.EmbeddingBag):
@@ -270,12 +259,14 @@ def _check_memory(parameters: dict[str, Tensor], buffers: dict[str, Tensor]) -> 
             raise StateError(
                 f"shares memory with {first}, a different tensor object; after training they would differ",
                 where=second,
-                hint="register the same nn.Parameter under both names, or compute one from the other in a property",
+                hint="register the same nn.Parameter under both names, or compute one from the other in a property; "
+                "register x.clone() for columns of one matrix",
             )
 
 
 def overlaps(parameters: dict[str, Tensor], buffers: dict[str, Tensor]) -> Iterator[tuple[str, str]]:
-    """Pairs of names of tensors that share memory, such as views, but are not tied (the same object)."""
+    """Pairs of names of tensors that are not tied (the same object) and whose memory overlaps, from the first to the
+    last element: views, also columns of one matrix."""
     named = {**parameters, **buffers}
     spans = sorted((start, start + _length(value), name) for name, value in named.items() if (start := _address(value)))
     reaching: list[tuple[int, str]] = []  # (end, name) of earlier spans that may overlap this one
@@ -284,29 +275,8 @@ def overlaps(parameters: dict[str, Tensor], buffers: dict[str, Tensor]) -> Itera
         others = [other for _, other in reaching]
         if any(named[name] is named[other] and (name in parameters) == (other in parameters) for other in others):
             continue
-        yield from ((other, name) for other in others if _share_element(named[other], named[name]))
+        yield from ((other, name) for other in others)
         reaching.append((end, name))
-
-
-def _share_element(one: Tensor, other: Tensor) -> bool:
-    """True if two tensors share an element. Two columns of a matrix interleave in memory and share none."""
-    size, start = one.element_size(), min(_address(one), _address(other))
-    dense = all(value.numel() * value.element_size() == _length(value) for value in (one, other))
-    if dense or other.element_size() != size or (_address(one) - _address(other)) % size:
-        return True
-    end = max(_address(value) + _length(value) for value in (one, other))
-    used = torch.zeros((end - start) // size, dtype=torch.bool)
-    first, second = (
-        # An expanded dimension repeats one element.
-        used.as_strided(
-            [n if stride else 1 for n, stride in zip(value.shape, value.stride(), strict=True)],
-            value.stride(),
-            (_address(value) - start) // size,
-        )
-        for value in (one, other)
-    )
-    first.fill_(True)
-    return bool(second.any())
 
 
 def none_buffers(modules: Iterable[tuple[str, nn.Module]]) -> tuple[str, ...]:
@@ -341,6 +311,22 @@ def _check_scripted(name: str, part: nn.Module) -> None:
         raise StateError("is a module of torch.jit.script, which has no get_submodule", where=name, hint=hint)
 
 
+def _check_mode(name: str, part: nn.Module) -> None:
+    for method, args in (("train", (True,)), ("eval", ())):
+        own = getattr(type(part), method)
+        if own is getattr(nn.Module, method):
+            continue
+        try:
+            inspect.signature(own).bind(part, *args)
+        except TypeError as error:
+            raise StateError(
+                f"the class {type(part).__name__} defines {method}{inspect.signature(own)}, which hides "
+                f"nn.Module.{method}: a step cannot set the mode",
+                where=name,
+                hint=f"rename the method, for example to {method}_layer",
+            ) from error
+
+
 def _check_embedding(name: str, part: nn.Embedding | nn.EmbeddingBag) -> None:
     if part.max_norm is not None:
         raise StateError(
@@ -349,4 +335,6 @@ def _check_embedding(name: str, part: nn.Embedding | nn.EmbeddingBag) -> None:
             hint="set max_norm=None, and use torch.nn.utils.parametrize for the norm",
         )
     if part.sparse and part.weight.requires_grad:
-        raise StateError("sparse=True makes a sparse gradient", where=name, hint="set sparse=False")
+        raise StateError(
+            "sparse=True makes a sparse gradient, which no step supports", where=name, hint="set sparse=False"
+        )

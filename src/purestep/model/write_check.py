@@ -1,4 +1,5 @@
-"""Checks that a forward pass does not write weights, nor buffers in a way that a state cannot store."""
+"""Checks that a forward pass does not write weights, nor buffers in a way that a state cannot store, and that it counts
+in no Python attribute."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ _SIZED = (
 
 
 def marks(tensors: Params) -> dict[str, Mark]:
-    """Marks to compare before and after a forward pass; empty under Dynamo, since a dry run has checked the step."""
+    """Marks to compare before and after a forward pass; empty in a user's `torch.compile`, which cannot read them."""
     if torch.compiler.is_dynamo_compiling():
         return {}
     if tracing.transformed():
@@ -106,6 +107,54 @@ def check_none_buffers(places: dict[str, tuple[nn.Module, str]]) -> None:
                 hint=f"call register_buffer({attribute!r}, torch.zeros({tuple(found.shape)})); "
                 "pass persistent=False if every call fills it with the same values",
             )
+
+
+class Numbers:
+    """Watches the Python numbers among the attributes of a module in its first forward passes. A number that two of
+    them change is a counter: no state holds it, and a graph would hold one value of it.
+
+    Args:
+        module: weightless; its attributes stay from call to call.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._changed: set[str] = set()
+        self._calls = 2
+        """Calls to watch."""
+
+    def read(self) -> dict[str, float] | None:
+        """The numbers before a call, by path; None after the first calls."""
+        if torch.compiler.is_dynamo_compiling():  # first: it would guard on the count
+            return None
+        return self._numbers() if self._calls else None
+
+    def _numbers(self) -> dict[str, float]:
+        return {
+            f"{path}.{name}" if path else name: value
+            for path, part in self._module.named_modules()
+            for name, value in vars(part).items()
+            if type(value) in (int, float)
+        }
+
+    def check(self, before: dict[str, float] | None) -> None:
+        """Raise StepContractError for a number that this call and one before have changed; in a capture, which makes
+        one call, for a number that this call has changed."""
+        if before is None:
+            return
+        self._calls -= 1
+        after = self._numbers()
+        changed = {path for path, value in before.items() if path in after and after[path] != value}
+        for path in changed if tracing.in_graph() else changed & self._changed:
+            name = path.rpartition(".")[2]
+            self._calls = 2  # the next call starts over
+            raise StepContractError(
+                f"the forward pass changes this Python number ({before[path]} -> {after[path]}), which no state holds",
+                where=path.removeprefix("model."),
+                hint=f"count in a buffer: self.register_buffer({name!r}, torch.tensor(0)) in __init__, and in forward "
+                f"self.{name} = self.{name} + 1; or read a schedule, ps.program(..., values={{{name!r}: schedule}})",
+            )
+        self._changed |= changed
 
 
 def _written(name: str, how: str) -> StepContractError:

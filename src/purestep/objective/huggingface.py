@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import DataError, StepContractError
 from ..metrics import functions
-from ..state import recipe
+from ..state import known_keywords
 from ..types import Loss, Metric, Objective
 from .measure import mean_of
 
@@ -56,7 +56,7 @@ _LENGTHS = ("input_ids", "inputs_embeds", "input_features")
 """Inputs whose second dimension is the number of positions that an answer may begin or end at."""
 
 
-@recipe
+@known_keywords
 def hf_loss(
     *,
     metrics: Mapping[str, Metric | Any] | None = None,

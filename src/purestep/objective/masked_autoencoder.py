@@ -7,13 +7,13 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, DataError, StepContractError
-from ..state import recipe
+from ..errors import DataError, StepContractError
+from ..state import check_choice, known_keywords
 from ..types import Loss, Objective
 from .measure import describe
 
 
-@recipe
+@known_keywords
 def masked_reconstruction(
     loss: Literal["mse", "sse"] = "mse", reduction: Literal["mean", "sum", "batch_mean"] | None = None
 ) -> Objective:
@@ -41,8 +41,7 @@ def masked_reconstruction(
         >>> loss.mean.item(), loss.weight.item()
         (10.0, 2.0)
     """
-    if loss not in ("mse", "sse"):
-        raise ConfigError(f"loss is {loss!r}", where="masked_reconstruction", hint='"mse" or "sse"')
+    check_choice("masked_reconstruction", ("mse", "sse"), loss=loss)
     chosen = reduction or ("mean" if loss == "mse" else "batch_mean")
     _check_reduction(chosen)
 
@@ -113,7 +112,8 @@ def masked_sse(x_recon: Tensor, x: Tensor, mask: Tensor, *, reduction: str = "ba
     _check_reduction(reduction)
     if mask.dtype != torch.bool or not x_recon.shape == x.shape == mask.shape:
         raise StepContractError(
-            f"reconstruction {list(x_recon.shape)}, input {list(x.shape)} and mask {list(mask.shape)} ({mask.dtype})",
+            f"reconstruction {list(x_recon.shape)}, input {list(x.shape)} and mask {list(mask.shape)} ({mask.dtype}) "
+            "do not fit together",
             where="masked_reconstruction",
             hint="pass three tensors of one shape, the mask of dtype bool",
         )
@@ -127,5 +127,4 @@ def masked_sse(x_recon: Tensor, x: Tensor, mask: Tensor, *, reduction: str = "ba
 
 
 def _check_reduction(reduction: str) -> None:
-    if reduction not in ("mean", "sum", "batch_mean"):
-        raise ConfigError(f"{reduction!r}", where="reduction", hint='"mean", "sum" or "batch_mean"')
+    check_choice("masked_reconstruction", ("mean", "sum", "batch_mean"), reduction=reduction)

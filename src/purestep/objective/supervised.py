@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ..errors import ConfigError, DataError, StepContractError
 from ..metrics import functions
-from ..state import recipe
+from ..state import known_keywords
 from ..types import Loss, Metric, Objective
 from .loss_inputs import called, check_of, is_elementwise, is_from_torch
 from .measure import leading, mean_of
@@ -21,7 +21,7 @@ from .measure import leading, mean_of
 _TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 
 
-@recipe
+@known_keywords
 def supervised(
     criterion: Callable[..., Tensor],
     *,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..state import recipe
+from ..state import known_keywords
 from ..types import Params
 from .base import Transform, chain, require, require_arguments
 from .numerics import Rate, Scalar, decay_square, upcast, zeros_like_squares
@@ -19,7 +19,7 @@ class ScaleByAdadeltaState(NamedTuple):
     delta: Params  # name -> P: running mean of squared updates
 
 
-@recipe
+@known_keywords
 def scale_by_adadelta(rho: Scalar = 0.9, *, eps: Scalar = 1e-6) -> Transform:
     r"""Gradients times the ratio of root mean squares of updates and gradients, as in `torch.optim.Adadelta`.
 
@@ -63,7 +63,7 @@ def scale_by_adadelta(rho: Scalar = 0.9, *, eps: Scalar = 1e-6) -> Transform:
     return Transform(init, update)
 
 
-@recipe
+@known_keywords
 def adadelta(
     learning_rate: Rate = 1.0,
     rho: Scalar = 0.9,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..state import recipe
+from ..state import known_keywords
 from ..types import Empty, Params, Tree
 from .base import StepState, Transform, chain, require, require_arguments, require_rate, stateless
 from .numerics import (
@@ -40,7 +40,7 @@ class ScaleByFactoredRmsState(NamedTuple):
     missed: Tree = Empty()  # Missed: for each parameter, the updates without a gradient
 
 
-@recipe
+@known_keywords
 def scale_by_factored_rms(decay_rate: float = 0.8, *, eps: float | None = None) -> Transform:
     r"""Gradients over a root mean square of rank one, as in `torch.optim.Adafactor`.
 
@@ -101,7 +101,7 @@ def _outer(row: Tensor, column: Tensor, eps: float) -> Tensor:
     return upcast(row) * upcast(column) / upcast(row).mean(dim=-2, keepdim=True).clamp(min=eps)
 
 
-@recipe
+@known_keywords
 def clip_by_block_rms(threshold: Scalar = 1.0) -> Transform:
     """Divide each parameter's update by ``max(1, rms / threshold)``, where rms is the update's root mean square.
 
@@ -129,7 +129,7 @@ def clip_by_block_rms(threshold: Scalar = 1.0) -> Transform:
     return stateless(fn, elementwise=False)
 
 
-@recipe
+@known_keywords
 def scale_by_param_block_rms(min_scale: Scalar = 1e-3) -> Transform:
     """Multiply each parameter's update by the root mean square of its weights, at least ``min_scale``.
 
@@ -159,7 +159,7 @@ def _rms(leaf: Tensor) -> Tensor:
     return torch.linalg.vector_norm(upcast(leaf)) / math.sqrt(max(leaf.numel(), 1))
 
 
-@recipe
+@known_keywords
 def scale_by_relative_step(learning_rate: Rate) -> Transform:
     r"""Multiply updates by :math:`\min(\gamma, 1 / \sqrt t) / \gamma`: the learning rate becomes an upper bound.
 
@@ -194,7 +194,7 @@ def scale_by_relative_step(learning_rate: Rate) -> Transform:
     return Transform(init, update)
 
 
-@recipe
+@known_keywords
 def adafactor(
     learning_rate: Rate = 1e-2,
     *,
@@ -232,7 +232,7 @@ def adafactor(
     require("adafactor", low=1.0, clipping_threshold=clipping_threshold)
     pair: Any = eps
     if not isinstance(pair, tuple | list) or len(cast(tuple[Any, ...], pair)) != 2:
-        raise ConfigError(f"eps is {eps!r}, not a pair", where="adafactor", hint="eps=(None, 1e-3)")
+        raise ConfigError(f"eps={eps!r} must be a pair", where="adafactor", hint="(None, 0.001) is the default")
     least_gradient, least_weight = eps
     require("adafactor", eps=0.0 if least_gradient is None else least_gradient)
     require("adafactor", eps=least_weight)

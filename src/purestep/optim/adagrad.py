@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..state import recipe
+from ..state import known_keywords
 from ..types import Params
 from .base import StepState, Transform, chain, require, require_arguments
 from .numerics import (
@@ -34,7 +34,7 @@ class ScaleByRssState(NamedTuple):
     total: Params  # name -> P: sum of squares
 
 
-@recipe
+@known_keywords
 def scale_by_rss(initial_accumulator_value: float = 0.0, *, eps: Scalar = 1e-10) -> Transform:
     r"""Gradients over the root of the sum of all squares so far, as in `torch.optim.Adagrad`.
 
@@ -72,7 +72,7 @@ def _add_square(total: Tensor, update: Tensor) -> Tensor:
     return torch.addcmul(upcast(total), upcast(update), upcast(update)).to(total.dtype)
 
 
-@recipe
+@known_keywords
 def scale_by_inverse_time(decay: Scalar) -> Transform:
     """Divide updates by ``1 + decay * updates done``: the learning rate decay of `torch.optim.Adagrad`.
 
@@ -104,7 +104,7 @@ def scale_by_inverse_time(decay: Scalar) -> Transform:
     return Transform(init, update)
 
 
-@recipe
+@known_keywords
 def adagrad(
     learning_rate: Rate = 1e-2,
     *,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..state import recipe
+from ..state import known_keywords
 from ..types import Empty, Params, Tree
 from . import kernels
 from .base import Transform, chain, require, require_arguments
@@ -45,7 +45,7 @@ class ScaleByAdamState(NamedTuple):
     missed: Tree = Empty()  # Missed: for each parameter, the updates without a gradient
 
 
-@recipe
+@known_keywords
 def scale_by_adam(
     b1: Scalar = 0.9,
     b2: Scalar = 0.999,
@@ -102,7 +102,7 @@ def scale_by_adam(
     return Transform(init, update)
 
 
-@recipe
+@known_keywords
 def adam(
     learning_rate: Rate = 1e-3,
     b1: Scalar = 0.9,
@@ -151,7 +151,7 @@ def adam(
     return whole._replace(fast=kernels.adam(whole, learning_rate, b1, b2, eps, weight_decay, decoupled=False))
 
 
-@recipe
+@known_keywords
 def adamw(
     learning_rate: Rate = 1e-3,
     b1: Scalar = 0.9,
@@ -211,7 +211,7 @@ class ScaleByNadamState(NamedTuple):
     nu: Params  # name -> P: running mean of their squares
 
 
-@recipe
+@known_keywords
 def scale_by_nadam(
     b1: Scalar = 0.9, b2: Scalar = 0.999, *, eps: Scalar = 1e-8, momentum_decay: Scalar = 4e-3
 ) -> Transform:
@@ -268,7 +268,7 @@ def scale_by_nadam(
     return Transform(init, update)
 
 
-@recipe
+@known_keywords
 def nadam(
     learning_rate: Rate = 2e-3,
     b1: Scalar = 0.9,
@@ -321,7 +321,7 @@ class MomentsState(NamedTuple):
     missed: Tree = Empty()  # Missed: for each parameter, the updates without a gradient
 
 
-@recipe
+@known_keywords
 def scale_by_radam(b1: Scalar = 0.9, b2: Scalar = 0.999, *, eps: Scalar = 1e-8) -> Transform:
     r"""Adam's direction with a rectifier for the large variance of :math:`v` in early updates, as `torch.optim.RAdam`.
 
@@ -376,7 +376,7 @@ def _rectifier(step: Tensor, b2: Scalar, square_weight: Tensor) -> tuple[Tensor,
     return is_adaptive, ((rho - 4) * (rho - 2) * last / ((last - 4) * (last - 2) * rho)).sqrt()
 
 
-@recipe
+@known_keywords
 def radam(
     learning_rate: Rate = 1e-3,
     b1: Scalar = 0.9,
@@ -416,7 +416,7 @@ def radam(
     return _chain_with_decay(scale_by_radam(b1, b2, eps=eps), decay, decoupled_weight_decay, learning_rate)
 
 
-@recipe
+@known_keywords
 def scale_by_adamax(b1: Scalar = 0.9, b2: Scalar = 0.999, *, eps: Scalar = 1e-8) -> Transform:
     r"""Adam's direction with a decaying maximum instead of the root mean square, as in `torch.optim.Adamax`.
 
@@ -460,7 +460,7 @@ def _decay_max(peak: Tensor, update: Tensor, decay: Scalar, eps: Scalar) -> Tens
     return torch.maximum(multiply(upcast(peak), decay), upcast(update.abs()) + eps).to(peak.dtype)
 
 
-@recipe
+@known_keywords
 def adamax(
     learning_rate: Rate = 2e-3,
     b1: Scalar = 0.9,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..state import recipe
+from ..state import known_keywords
 from ..types import Empty, Params, Tree
 from .base import Transform, chain, require, require_arguments
 from .numerics import (
@@ -42,7 +42,7 @@ class ScaleByAdemamixState(NamedTuple):
     missed: Tree = Empty()  # Missed: for each parameter, the updates without a gradient
 
 
-@recipe
+@known_keywords
 def scale_by_ademamix(
     b1: Scalar = 0.9,
     b2: Scalar = 0.999,
@@ -101,7 +101,7 @@ def scale_by_ademamix(
     return Transform(init, update)
 
 
-@recipe
+@known_keywords
 def ademamix(
     learning_rate: Rate = 1e-3,
     b1: Scalar = 0.9,

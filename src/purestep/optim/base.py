@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import sys
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from threading import local
@@ -12,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, StateError
-from ..state import is_number, recipe
-from ..torch_ext import Flag, foreach, tracing
+from ..state import check_range, known_keywords
+from ..torch_ext import foreach, tracing
 from ..types import Empty, Labels, Params, Tree
 from .numerics import Rate, scalar_dtype
 
@@ -36,13 +38,13 @@ class Launch(NamedTuple):
     Args:
         rates: the learning rates of this update that are tensors, shape=() each.
         run: ``(updates, ready, owned, unused) -> (params, state)``. It may write into the updates, and into the old
-            params and state if they are ``owned``; else it copies them. Where ``ready`` is False, floating tensors with
-            dimensions keep their values; the caller keeps the old ones of others. Parameters in ``unused`` and their
-            moments keep theirs too.
+            params and state if they are ``owned``; else it copies them. Where ``ready`` (a bool, or a tensor of
+            shape=()) is False, floating tensors with dimensions keep their values; the caller keeps the old ones of
+            others. Parameters in ``unused`` and their moments keep theirs too.
     """
 
     rates: list[Tensor]
-    run: Callable[[Params, Flag, bool, Collection[str]], tuple[Params, Tree]]
+    run: Callable[[Params, Any, bool, Collection[str]], tuple[Params, Tree]]
 
 
 Kernel: TypeAlias = Callable[[Params, Tree, Params], Launch | None]
@@ -100,7 +102,6 @@ def fast_of(tx: Transform) -> Fast:
     return tx.fast if tx.fast is not None and tx.fast.update is tx.update else Fast(tx.update)
 
 
-@recipe
 def identity() -> Transform:
     """Return the updates unchanged.
 
@@ -111,7 +112,7 @@ def identity() -> Transform:
     return stateless(lambda updates, params: updates, elementwise=True)
 
 
-@recipe
+@known_keywords
 def stateless(fn: Callable[[Params, Params], Params], *, elementwise: bool = False) -> Transform:
     """Build a transform without state from ``fn(updates, params) -> updates``.
 
@@ -136,7 +137,7 @@ def stateless(fn: Callable[[Params, Params], Params], *, elementwise: bool = Fal
     return Transform(init, update, elementwise)
 
 
-@recipe
+@known_keywords
 def chain(*transforms: Transform) -> Transform:
     """Apply transforms one after another; the state is the tuple of their states.
 
@@ -205,7 +206,7 @@ def _kernel_of_chain(transforms: tuple[Transform, ...]) -> Kernel | None:
         if launch is None:
             return None
 
-        def run(updates: Params, ready: Flag, owned: bool, unused: Collection[str]) -> tuple[Params, tuple[Tree, ...]]:
+        def run(updates: Params, ready: Any, owned: bool, unused: Collection[str]) -> tuple[Params, tuple[Tree, ...]]:
             for change in first:
                 updates = change(updates, params)
             new, part = launch.run(updates, ready, owned, unused)
@@ -269,7 +270,7 @@ def global_norm(updates: Params) -> Tensor:
 
 
 class _Local(local):
-    """What `global_norm` need not compute, by thread. Dynamo can read and set it, unlike a ContextVar."""
+    """Norms that `global_norm` need not compute, by thread. A user's `torch.compile` cannot read a ContextVar."""
 
     def __init__(self) -> None:
         self.of_pieces: Callable[[Params], Tensor] | None = None
@@ -332,16 +333,23 @@ def leaf_norm(leaf: Tensor, dtype: torch.dtype) -> Tensor:
     )
 
 
-def require(where: str, /, *, low: float = 0.0, high: float = math.inf, **values: Any) -> None:
+def require(where: str, /, *, low: float = 0.0, high: float = math.inf, ends: str = "[)", **values: Any) -> None:
     """Check that numbers are in ``[low, high)``. Tensors are not checked, since reading one waits for the device.
 
+    Args:
+        where: the function of `purestep.optim` that has these arguments.
+        low: the lower bound.
+        high: the upper bound.
+        ends: a bracket for each bound, as in `validation.check_range`.
+        values: the values by the names of the arguments.
+
     Raises:
-        ConfigError: a number out of range; the message has the argument, its value and the range.
+        ConfigError: a number out of range; the message has the argument, its value, the range and the default.
 
     Example:
         >>> require("scale_by_adam", high=1.0, b1=1.5)
         Traceback (most recent call last):
-        purestep.errors.ConfigError: scale_by_adam: b1 is 1.5, outside [0.0, 1.0) (cure: b1=0.0)
+        purestep.errors.ConfigError: scale_by_adam: b1=1.5 must be in [0, 1) (cure: 0.9 is the default)
     """
     for name, value in values.items():
         if isinstance(value, Tensor):
@@ -352,14 +360,19 @@ def require(where: str, /, *, low: float = 0.0, high: float = math.inf, **values
                 where=where,
                 hint=f"optim.inject(optim.{where})(..., {name}=schedule)",
             )
-        if not is_number(value) or not low <= value < high:
-            problem = (
-                f"outside [{low}, {high})"
-                if is_number(value)
-                else f"a {type(value).__name__}, not an int, float or tensor"
-            )
-            hint = f"{name}={1e-3 if name == 'learning_rate' else 1.0 if math.isinf(low) else low}"
-            raise ConfigError(f"{name} is {value!r}, {problem}", where=where, hint=hint)
+        try:
+            check_range(where, low, high, ends=ends, **{name: value})
+        except ConfigError as error:
+            raise ConfigError(error.what, where=where, hint=_default(where, name) or error.hint) from None
+
+
+def _default(where: str, name: str) -> str:
+    """The default of an argument as the cure; empty if it has none."""
+    function = getattr(sys.modules["purestep.optim"], where, None)
+    found = inspect.signature(function).parameters.get(name) if callable(function) else None
+    if found is None or found.default is found.empty:
+        return "learning_rate=1e-3" if name == "learning_rate" else ""
+    return f"{found.default!r} is the default"
 
 
 def require_rate(where: str, learning_rate: Rate) -> None:
@@ -392,7 +405,7 @@ def require_arguments(
     Example:
         >>> require_arguments("sgd", 0.1, momentum=-0.9)
         Traceback (most recent call last):
-        purestep.errors.ConfigError: sgd: momentum is -0.9, outside [0.0, inf) (cure: momentum=0.0)
+        purestep.errors.ConfigError: sgd: momentum=-0.9 must be a finite number of at least 0 (cure: 0.0 is the default)
     """
     require_rate(where, learning_rate)
     require(where, high=1.0, **(below_one or {}))

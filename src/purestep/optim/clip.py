@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..state import recipe
+from ..state import known_keywords
 from ..torch_ext import read
 from ..types import Params
 from .base import Fast, Transform, global_norm, require, stateless
 from .numerics import Scalar, multiply, scale_in_place, upcast
 
 
-@recipe
+@known_keywords
 def clip_by_global_norm(max_norm: Scalar) -> Transform:
     """Multiply all updates by ``min(1, max_norm / (norm + 1e-6))``, with the norm of all numbers together.
 
@@ -55,7 +55,7 @@ def clip_by_global_norm(max_norm: Scalar) -> Transform:
     return tx._replace(fast=Fast(tx.update, in_place=in_place))
 
 
-@recipe
+@known_keywords
 def clip_by_value(max_value: Scalar) -> Transform:
     """Clamp each number to ``[-max_value, max_value]``, as `torch.nn.utils.clip_grad_value_`.
 
@@ -86,7 +86,7 @@ def _clamp(leaf: Tensor, limit: Scalar) -> Tensor:
     return leaf.clamp(-limit, limit)
 
 
-@recipe
+@known_keywords
 def adaptive_grad_clip(clipping: Scalar, *, eps: float = 1e-3) -> Transform:
     """Clip the gradient norm of each unit to ``clipping * max(weight norm, eps)``.
 

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from .. import rng, tree
 from ..errors import ConfigError, PurestepError, StateError, StepContractError
-from ..state import recipe
 from ..torch_ext import tracing
 from ..types import Empty, Params, Tree
 from .base import Transform, require_rate
@@ -39,7 +38,6 @@ _NUMBERS: dict[str, Callable[[Any], Any]] = {"int": int, "float": float, "bool":
 _SCALAR = "scalar"  # a 0-d float64 tensor, stored in shape (1,), since a 0-d float64 leaf cannot be donated
 
 
-@recipe
 def from_torch(optimizer: type[torch.optim.Optimizer], *, lr: Rate | None = None, **kwargs: Any) -> Transform:
     """Build a pure transform from any optimizer class whose ``step`` needs no closure, including third-party ones.
 
@@ -69,7 +67,6 @@ def from_torch(optimizer: type[torch.optim.Optimizer], *, lr: Rate | None = None
     spec = _spec_of(optimizer, lr, kwargs)
     schedule = lr if isinstance(lr, Tensor) or callable(lr) else None
     plans: dict[tuple[Any, ...], _Plan] = {}
-    torch.compiler.assume_constant_result(_raise_when_compiling)  # Not at import: it loads Dynamo.
 
     def init(params: Params) -> FromTorchState:
         step = zero_count(params)
@@ -234,21 +231,16 @@ def _eager_step(plan: _Plan, spec: _Spec, arguments: _Arguments, rate: Any, step
 
 def _traced_step(plan: _Plan | None, where: str, arguments: _Arguments, rate: Any, step: Tensor) -> _StepResult:
     if plan is None:
-        return _raise_when_compiling("init was not called", where, "call tx.init(params) before compiling")
+        raise ConfigError("init was not called", where=where, hint="call tx.init(params) before compiling")
     if isinstance(plan.later, str) or isinstance(plan.first, str):
         reason = plan.later if isinstance(plan.later, str) else plan.first
         hint = "set compile=False, or use the optimizer of the same name in purestep.optim"
-        return _raise_when_compiling(f"its step cannot be compiled: {reason}", where, hint)
+        raise ConfigError(f"its step cannot be compiled: {reason}", where=where, hint=hint)
     rates = () if rate is None else (rate,)
     later = plan.later(*arguments, *rates)
     if not plan.first_differs:
         return later
     return tree.map(lambda first, then: torch.where(step == 0, first, then), plan.first(*arguments, *rates), later)
-
-
-def _raise_when_compiling(what: str, where: str, hint: str) -> Any:
-    """Raise while Dynamo captures the step. It is marked as a constant, so Dynamo calls it instead of capturing it."""
-    raise ConfigError(what, where=where, hint=hint)
 
 
 def _is_traced() -> bool:

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from .. import tree
 from ..errors import ConfigError
-from ..state import recipe
-from ..torch_ext import Flag
+from ..state import known_keywords
 from ..types import Empty, Labels, Params, TrainState, Tree
 from .base import Fast, Launch, Transform, fast_of
 from .numerics import Schedule, rate_at, zero_count
@@ -28,7 +27,7 @@ class InjectState(NamedTuple):
     inner: Tree
 
 
-@recipe
+@known_keywords
 def inject(
     factory: Callable[..., Transform], *, static: tuple[str, ...] = ("mask", "labels")
 ) -> Callable[..., Transform]:
@@ -88,7 +87,6 @@ def _is_injected(value: Any) -> bool:
     return isinstance(value, float | Tensor) or callable(value)
 
 
-@recipe
 def _injected(factory: Callable[..., Transform], fixed: dict[str, Any], injected: dict[str, Any]) -> Transform:
     schedules: dict[str, Schedule] = {}
     constants: dict[str, float | Tensor] = {}
@@ -124,7 +122,7 @@ def _injected(factory: Callable[..., Transform], fixed: dict[str, Any], injected
         if launch is None:
             return None
 
-        def run(updates: Params, ready: Flag, owned: bool, unused: Collection[str]) -> tuple[Params, InjectState]:
+        def run(updates: Params, ready: Any, owned: bool, unused: Collection[str]) -> tuple[Params, InjectState]:
             new, part = launch.run(updates, ready, owned, unused)
             return new, InjectState(state.step + 1, values, state.scheduled, part)
 
@@ -157,7 +155,9 @@ def _fitted(name: str, value: Any, old: Tensor) -> Tensor:
     if new is None or new.shape not in ((), old.shape):
         found = f"a {type(value).__name__}" if new is None else f"of shape {list(new.shape)}"
         many = f", or a tensor of shape {list(old.shape)}" if old.dim() else ""
-        raise ConfigError(f"{name} is {found}", where="set_hyperparams", hint=f"pass a number{many}")
+        raise ConfigError(
+            f"{name} is {found}, not a number{many}", where="set_hyperparams", hint=f"pass a number{many}"
+        )
     return new if new.shape == old.shape else new.expand(old.shape).clone()
 
 

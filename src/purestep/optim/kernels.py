@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from ..torch_ext import Flag, foreach, tensor_layout, tracing
+from ..torch_ext import foreach, tensor_layout, tracing
 from ..types import Params, Tree
 from .base import Fast, Launch, Transform
 from .numerics import Rate, Scalar, by_name, rate_at, update_count
@@ -125,7 +125,7 @@ def _fast(whole: Transform, learning_rate: Rate, weight_decay: Scalar, moments: 
             rate = rate.detach().to(scaled.step.device)
             rate = rate if rate.device.type == "cpu" else rate.float()  # the kernels on a GPU read a float32
 
-        def run(updates: Params, ready: Flag, owned: bool, unused: Collection[str]) -> tuple[Params, Tree]:
+        def run(updates: Params, ready: Any, owned: bool, unused: Collection[str]) -> tuple[Params, Tree]:
             new, written = params, trees
             if ready is not False:
                 if not owned:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..state import recipe
+from ..state import known_keywords
 from ..types import Params
 from .adam import scale_by_adam
 from .base import Transform, chain, require_arguments, stateless
@@ -14,7 +14,6 @@ from .scale import decay_parts, scale_by_learning_rate
 from .wrappers import Mask
 
 
-@recipe
 def scale_by_trust_ratio() -> Transform:
     r"""Multiply each parameter's update by :math:`\|\theta\| / \|u\|`; by 1 if either norm is 0.
 
@@ -39,7 +38,7 @@ def _trust_ratio(param: Tensor, update: Tensor) -> Tensor:
     return torch.where(is_defined, weight_norm / torch.where(update_norm > 0, update_norm, 1.0), 1.0)
 
 
-@recipe
+@known_keywords
 def lamb(
     learning_rate: Rate = 1e-3,
     b1: Scalar = 0.9,

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..state import recipe
+from ..state import known_keywords
 from ..types import Params
 from .base import Transform, chain, require, require_arguments
 from .numerics import Rate, Scalar, lerp, zeros_like
@@ -20,7 +20,7 @@ class ScaleByLionState(NamedTuple):
     mu: Params  # name -> P: running mean of gradients
 
 
-@recipe
+@known_keywords
 def scale_by_lion(b1: Scalar = 0.9, b2: Scalar = 0.99, *, mu_dtype: torch.dtype | None = None) -> Transform:
     r"""The sign of momentum and gradient mixed, :math:`\operatorname{sign}(\beta_1 m_{t-1} + (1 - \beta_1) g_t)`.
 
@@ -59,7 +59,7 @@ def scale_by_lion(b1: Scalar = 0.9, b2: Scalar = 0.99, *, mu_dtype: torch.dtype 
     return Transform(init, update)
 
 
-@recipe
+@known_keywords
 def lion(
     learning_rate: Rate = 1e-4,
     b1: Scalar = 0.9,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..state import is_count, recipe
+from ..state import check_count, known_keywords
 from ..types import Params, Tree
 from .base import Transform, require
 from .numerics import Scalar, lerp, upcast, zero_count
@@ -22,7 +22,7 @@ class LookaheadState(NamedTuple):
     inner: Tree
 
 
-@recipe
+@known_keywords
 def lookahead(inner: Transform, sync_period: int = 5, slow_step_size: Scalar = 0.5) -> Transform:
     r"""Let slow weights follow a whole optimizer, as `optax.lookahead`: k steps forward, 1 step back.
 
@@ -58,9 +58,8 @@ def lookahead(inner: Transform, sync_period: int = 5, slow_step_size: Scalar = 0
         raise ConfigError(
             f"inner is a {type(value).__name__}, not a Transform", where="lookahead", hint="optim.adamw(1e-3)"
         )
-    if not is_count(sync_period, 1):
-        raise ConfigError(f"sync_period is {sync_period!r}", where="lookahead", hint="sync_period=5")
-    require("lookahead", high=1.0 + 2**-40, slow_step_size=slow_step_size)
+    check_count("lookahead", least=1, cure="5 is the default", sync_period=sync_period)
+    require("lookahead", high=1.0, ends="[]", slow_step_size=slow_step_size)
 
     def init(params: Params) -> LookaheadState:
         slow = {name: upcast(param.detach()).clone() for name, param in params.items()}

@@ -9,9 +9,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, StateError
+from ..errors import StateError
 from ..model import unwrapped
-from ..state import recipe
+from ..state import check_choice, known_keywords
 from ..types import Params
 from .base import Transform, chain, require, require_arguments, stateless
 from .numerics import Rate, Scalar, lerp, multiply, zeros_like
@@ -32,7 +32,7 @@ class ScaleByMuonState(NamedTuple):
     mu: Params  # name -> P: running mean of gradients
 
 
-@recipe
+@known_keywords
 def scale_by_muon(
     momentum: Scalar = 0.95,
     *,
@@ -107,7 +107,7 @@ def _orthogonalize(matrix: Tensor, coefficients: tuple[float, float, float], ste
     return x.T if is_tall else x
 
 
-@recipe
+@known_keywords
 def scale_by_shape(adjust: Adjust = "original") -> Transform:
     r"""Multiply orthogonal updates by a factor of the matrix shape, so that one learning rate fits all matrices.
 
@@ -144,14 +144,12 @@ def scale_by_shape(adjust: Adjust = "original") -> Transform:
 
 def _require_adjust(where: str, adjust: Any) -> None:
     if isinstance(adjust, str) or adjust is None:
-        if adjust not in ("original", "match_rms_adamw"):
-            hint = '"original", "match_rms_adamw", or a number'
-            raise ConfigError(f"adjust is {adjust!r}", where=where, hint=hint)
+        check_choice(where, ("original", "match_rms_adamw"), also="a number", adjust=adjust)
     else:
         require(where, adjust=adjust)
 
 
-@recipe
+@known_keywords
 def muon(
     learning_rate: Rate = 1e-3,
     momentum: Scalar = 0.95,

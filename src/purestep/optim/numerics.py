@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import PurestepError, StepContractError
-from ..torch_ext import Flag, foreach, read, tracing
+from ..torch_ext import foreach, tracing
 from ..types import Empty, Missed, Params, Tree
 
 Scalar: TypeAlias = float | Tensor
@@ -212,13 +212,6 @@ def _schedule_error(schedule: Schedule, step: Tensor, problem: str) -> StepContr
         where=f"schedule {name}",
         hint="return a number or a 0-d tensor for every count of updates, as schedules.warmup_cosine(...) does",
     )
-
-
-def usable(rate: Tensor) -> Flag:
-    """True if a learning rate is in [0, inf)."""
-    value = read(rate)
-    # The square root of a negative number is nan, and nan < inf is False.
-    return value.sqrt() < torch.inf if isinstance(value, Tensor) else 0 <= value < torch.inf
 
 
 def scale_in_place(leaves: Params, factor: Scalar) -> Params:

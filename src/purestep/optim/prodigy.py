@@ -7,8 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError
-from ..state import is_number, recipe
+from ..state import known_keywords
 from ..types import Params, Tree
 from .base import Transform, chain, global_norm, identity, require, require_arguments
 from .numerics import (
@@ -45,7 +44,7 @@ class ProdigyState(NamedTuple):
     inner: Tree  # of the weight decay
 
 
-@recipe
+@known_keywords
 def prodigy(
     learning_rate: Rate = 1.0,
     b1: Scalar = 0.9,
@@ -97,9 +96,7 @@ def prodigy(
     below = {"b1": b1, "b2": b2} | ({} if b3 is None else {"b3": b3})
     others = {"eps": eps, "estim_lr_coef": estim_lr_coef, "weight_decay": weight_decay}
     require_arguments("prodigy", learning_rate, below_one=below, **others)
-    require("prodigy", estim_lr0=estim_lr0)
-    if not isinstance(estim_lr0, Tensor) and not (is_number(estim_lr0) and estim_lr0 > 0):
-        raise ConfigError(f"estim_lr0 is {estim_lr0!r}", where="prodigy", hint="estim_lr0=1e-6")
+    require("prodigy", ends="()", estim_lr0=estim_lr0)
     decay3 = b2**0.5 if b3 is None else b3
     decay = chain(identity(), *decay_parts(weight_decay, mask))
 

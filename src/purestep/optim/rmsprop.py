@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..state import recipe
+from ..state import known_keywords
 from ..types import Empty, Params, Tree
 from .base import Transform, chain, require, require_arguments
 from .numerics import Rate, Scalar, decay_square, is_enabled, lerp, safe_sqrt, upcast, zeros_like, zeros_like_squares
@@ -22,7 +22,7 @@ class ScaleByRmsState(NamedTuple):
     mean: Tree  # name -> P: running mean of gradients; Empty unless centered
 
 
-@recipe
+@known_keywords
 def scale_by_rms(decay: Scalar = 0.99, *, eps: Scalar = 1e-8, centered: bool = False) -> Transform:
     r"""Gradients over their root mean square, :math:`g_t / (\sqrt{v_t} + \epsilon)`, as in `torch.optim.RMSprop`.
 
@@ -63,7 +63,7 @@ def scale_by_rms(decay: Scalar = 0.99, *, eps: Scalar = 1e-8, centered: bool = F
     return Transform(init, update)
 
 
-@recipe
+@known_keywords
 def rmsprop(
     learning_rate: Rate = 1e-2,
     decay: Scalar = 0.99,

@@ -8,14 +8,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..state import recipe
+from ..state import known_keywords
 from ..types import Params
 from .base import Fast, Transform, require, require_rate, stateless
 from .numerics import Rate, Scalar, add_scaled, is_enabled, multiply, rate_at, scale_in_place, zero_count
 from .wrappers import Mask, masked
 
 
-@recipe
+@known_keywords
 def scale(factor: Scalar) -> Transform:
     """Multiply updates by a number; ``chain(scale(-1.0), ...)`` maximizes.
 
@@ -46,7 +46,7 @@ class ScaleByLearningRateState(NamedTuple):
     learning_rate: Tensor  # shape=(), dtype=float32: of the last update, for logging; at init of the first update
 
 
-@recipe
+@known_keywords
 def scale_by_learning_rate(learning_rate: Rate) -> Transform:
     """Multiply updates by ``-learning_rate``: the last part of every named optimizer.
 
@@ -90,7 +90,7 @@ def rate_leaf(rate: Scalar, count: Tensor) -> Tensor:
     return torch.full((), rate, dtype=torch.float32, device=count.device)
 
 
-@recipe
+@known_keywords
 def add_decayed_weights(weight_decay: Scalar, *, mask: Mask | None = None) -> Transform:
     """Weight decay: ``updates + weight_decay * params``.
 

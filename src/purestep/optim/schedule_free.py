@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..errors import ConfigError, StateError
-from ..state import is_number, recipe
+from ..errors import StateError
+from ..state import known_keywords
 from ..types import Empty, Params, TrainState, Tree
 from .base import Transform, chain, identity, require, require_arguments, require_rate
 from .numerics import (
@@ -43,7 +43,7 @@ class ScheduleFreeState(NamedTuple):
     inner: Tree
 
 
-@recipe
+@known_keywords
 def schedule_free(
     inner: Transform, learning_rate: Rate, b1: Scalar = 0.9, *, weight_lr_power: Scalar = 2.0
 ) -> Transform:
@@ -78,7 +78,7 @@ def schedule_free(
         (1.0, 1.0)
     """
     require_rate("schedule_free", learning_rate)
-    _require_b1("schedule_free", b1)
+    require("schedule_free", high=1.0, ends="()", b1=b1)
     require("schedule_free", weight_lr_power=weight_lr_power)
 
     def init(params: Params) -> ScheduleFreeState:
@@ -113,11 +113,6 @@ def schedule_free(
     return Transform(init, update, inner.elementwise, inner.labels, inner.decays)
 
 
-def _require_b1(where: str, b1: Any) -> None:
-    if not isinstance(b1, Tensor) and not (is_number(b1) and 0 < b1 < 1):
-        raise ConfigError(f"b1 is {b1!r}, outside (0, 1)", where=where, hint="b1=0.9")
-
-
 class ScaleByCorrectedRmsState(NamedTuple):
     """State of Adam's direction without momentum."""
 
@@ -126,7 +121,7 @@ class ScaleByCorrectedRmsState(NamedTuple):
     missed: Tree = Empty()  # Missed: for each parameter, the updates without a gradient
 
 
-@recipe
+@known_keywords
 def _scale_by_corrected_rms(b2: Scalar, eps: Scalar) -> Transform:
     """Adam's direction with ``b1=0``, which stores no mean of gradients."""
 
@@ -147,7 +142,7 @@ def _scale_by_corrected_rms(b2: Scalar, eps: Scalar) -> Transform:
     return Transform(init, update)
 
 
-@recipe
+@known_keywords
 def schedule_free_sgd(
     learning_rate: Rate = 1.0,
     b1: Scalar = 0.9,
@@ -178,12 +173,12 @@ def schedule_free_sgd(
         -0.5
     """
     require_arguments("schedule_free_sgd", learning_rate, weight_decay=weight_decay, weight_lr_power=weight_lr_power)
-    _require_b1("schedule_free_sgd", b1)
+    require("schedule_free_sgd", high=1.0, ends="()", b1=b1)
     inner = chain(identity(), *decay_parts(weight_decay, mask))
     return schedule_free(inner, learning_rate, b1, weight_lr_power=weight_lr_power)
 
 
-@recipe
+@known_keywords
 def schedule_free_adamw(
     learning_rate: Rate = 2.5e-3,
     b1: Scalar = 0.9,
@@ -222,7 +217,7 @@ def schedule_free_adamw(
     below = {"b2": b2}
     others = {"eps": eps, "weight_decay": weight_decay, "weight_lr_power": weight_lr_power}
     require_arguments("schedule_free_adamw", learning_rate, below_one=below, **others)
-    _require_b1("schedule_free_adamw", b1)
+    require("schedule_free_adamw", high=1.0, ends="()", b1=b1)
     inner = chain(_scale_by_corrected_rms(b2, eps), *decay_parts(weight_decay, mask))
     return schedule_free(inner, learning_rate, b1, weight_lr_power=weight_lr_power)
 

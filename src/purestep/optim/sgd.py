@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..state import recipe
+from ..state import known_keywords
 from ..types import Empty, Params, Tree
 from . import kernels
 from .base import Transform, chain, require, require_arguments
@@ -37,7 +37,7 @@ class TraceState(NamedTuple):
     missed: Tree = Empty()  # with dampening, Missed: for each parameter, the updates without a gradient
 
 
-@recipe
+@known_keywords
 def trace(
     decay: Scalar, *, nesterov: bool = False, dampening: Scalar = 0.0, accumulator_dtype: torch.dtype | None = None
 ) -> Transform:
@@ -63,7 +63,7 @@ def trace(
     """
     require("trace", decay=decay, dampening=dampening)
     if nesterov and not isinstance(dampening, Tensor) and dampening != 0:
-        raise ConfigError(f"nesterov with dampening={dampening}", where="trace", hint="dampening=0.0")
+        raise ConfigError(f"nesterov=True needs dampening=0, not {dampening}", where="trace", hint="dampening=0.0")
     is_dampened = isinstance(dampening, Tensor) or dampening != 0
 
     def init(params: Params) -> TraceState:
@@ -93,7 +93,7 @@ def _accumulate(total: Tensor, update: Tensor, decay: Scalar, kept: Scalar) -> T
     return (multiply(total.to(dtype), decay) + multiply(update.to(dtype), kept)).to(total.dtype)
 
 
-@recipe
+@known_keywords
 def sgd(
     learning_rate: Rate = 1e-3,
     momentum: Scalar = 0.0,
@@ -127,9 +127,9 @@ def sgd(
     """
     require_arguments("sgd", learning_rate, momentum=momentum, dampening=dampening, weight_decay=weight_decay)
     if nesterov and not is_enabled(momentum):
-        raise ConfigError("nesterov without momentum", where="sgd", hint="momentum=0.9")
+        raise ConfigError("nesterov=True needs momentum", where="sgd", hint="momentum=0.9")
     if nesterov and not isinstance(dampening, torch.Tensor) and dampening != 0:
-        raise ConfigError(f"nesterov with dampening={dampening}", where="sgd", hint="dampening=0.0")
+        raise ConfigError(f"nesterov=True needs dampening=0, not {dampening}", where="sgd", hint="dampening=0.0")
     velocity = [trace(momentum, nesterov=nesterov, dampening=dampening)] if is_enabled(momentum) else []
     whole = chain(*decay_parts(weight_decay, mask), *velocity, scale_by_learning_rate(learning_rate))
     if isinstance(dampening, Tensor) or dampening != 0:

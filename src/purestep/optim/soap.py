@@ -8,8 +8,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError
-from ..state import is_count, recipe
+from ..state import check_count, known_keywords
 from ..torch_ext import tracing
 from ..types import Empty, Params, Tree
 from .base import Transform, chain, require, require_arguments
@@ -49,7 +48,7 @@ class ScaleBySoapState(NamedTuple):
     missed: Tree = Empty()  # Missed: for each parameter, the updates without a gradient
 
 
-@recipe
+@known_keywords
 def scale_by_soap(
     b1: Scalar = 0.95,
     b2: Scalar = 0.95,
@@ -131,7 +130,7 @@ def scale_by_soap(
     return Transform(init, update, elementwise=False)
 
 
-@recipe
+@known_keywords
 def soap(
     learning_rate: Rate = 3e-3,
     b1: Scalar = 0.95,
@@ -197,10 +196,8 @@ def soap(
 
 
 def _require_counts(where: str, precondition_frequency: int, max_precond_dim: int) -> None:
-    named = {"precondition_frequency": precondition_frequency, "max_precond_dim": max_precond_dim}
-    for (name, value), example in zip(named.items(), (10, 10_000), strict=True):
-        if not is_count(value, 1):
-            raise ConfigError(f"{name} is {value!r}, no int of at least 1", where=where, hint=f"{name}={example}")
+    check_count(where, least=1, cure="10 is the default", precondition_frequency=precondition_frequency)
+    check_count(where, least=1, cure="10000 is the default", max_precond_dim=max_precond_dim)
 
 
 def _dims(param: Tensor, most: int) -> tuple[int, ...]:

@@ -15,8 +15,7 @@ import torch
 
 from ..errors import ConfigError, StateError
 from ..model import unwrapped
-from ..state import nearest_names, recipe
-from ..torch_ext import Flag
+from ..state import known_keywords, nearest_names
 from ..types import Empty, Labels, Params, Tree
 from .base import Fast, Kernel, Launch, Transform, fast_of, stateless
 
@@ -33,7 +32,7 @@ class MaskedState(NamedTuple):
     inner: Tree  # Empty if nothing is selected
 
 
-@recipe
+@known_keywords
 def masked(inner: Transform, mask: Mask) -> Transform:
     r"""Apply ``inner`` to the selected parameters; pass the updates of the others through.
 
@@ -74,7 +73,7 @@ def masked(inner: Transform, mask: Mask) -> Transform:
     return Transform(init, update, inner.elementwise, labels, decays)
 
 
-@recipe
+@known_keywords
 def freeze(mask: Mask) -> Transform:
     """Set the updates of the selected parameters to zero. Put it last in a chain, after weight decay.
 
@@ -99,7 +98,6 @@ def freeze(mask: Mask) -> Transform:
     return masked(set_to_zero(), mask)
 
 
-@recipe
 def set_to_zero() -> Transform:
     """Set all updates to zero: the transform of a group that does not train.
 
@@ -116,7 +114,7 @@ class PartitionState(NamedTuple):
     groups: dict[str, MaskedState]  # label -> the names in this group and the state of its transform
 
 
-@recipe
+@known_keywords
 def partition(transforms: Mapping[str, Transform], labels: Rules) -> Transform:
     r"""Apply a different transform to each group of parameters.
 
@@ -138,6 +136,7 @@ def partition(transforms: Mapping[str, Transform], labels: Rules) -> Transform:
         [0.1, 1.0]
     """
     transforms = dict(transforms)
+    labels = labels if callable(labels) or isinstance(labels, Mapping) else tuple(labels)
 
     def init(params: Params) -> PartitionState:
         label_of = _resolve_labels(labels, params, transforms)
@@ -189,7 +188,7 @@ def _kernel_of_groups(kernels: Mapping[str, Kernel | None]) -> Kernel | None:
                     return None
                 launches[label] = launch
 
-        def run(updates: Params, ready: Flag, owned: bool, unused: Collection[str]) -> tuple[Params, PartitionState]:
+        def run(updates: Params, ready: Any, owned: bool, unused: Collection[str]) -> tuple[Params, PartitionState]:
             changed: Params = {}
             groups = dict(state.groups)
             for label, launch in launches.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -14,7 +15,7 @@ from .. import tree
 from ..errors import ConfigError, RankError
 from ..metrics import Gathered
 from ..optim import base, numerics
-from ..state import recipe
+from ..state import check_choice, known_keywords
 from ..types import Batch, Exchange, Form, Labels, Metrics, Params, Program, Share, Static, TrainState, Tree
 from . import agreement, collectives, placement, running_pass, tensorwise
 from . import batchnorm as batchnorms
@@ -28,7 +29,7 @@ _WHERE = "distribute"
 _MODES = ("replicate", "shard")
 
 
-@recipe
+@known_keywords
 def distribute(
     program: Program,
     mesh: Mesh,
@@ -203,8 +204,7 @@ def share(batch: Batch, mesh: Mesh) -> Share:
 def _chosen(params: Any, names: Sequence[str]) -> Callable[[str], bool]:
     """``name -> whether the parameter is cut``."""
     if isinstance(params, str):
-        if params not in _MODES:
-            raise ConfigError(f"params is {params!r}", where=_WHERE, hint='pass "replicate", "shard", or rules')
+        check_choice(_WHERE, _MODES, also='rules: [("embed", "replicate"), (".*", "shard")]', params=params)
         return lambda name: params == "shard"
     rules: list[tuple[str, str]] = []
     for rule in params if isinstance(params, list | tuple) else [params]:
@@ -231,8 +231,7 @@ def _chosen(params: Any, names: Sequence[str]) -> Callable[[str], bool]:
 
 def _check_batchnorm(batchnorm: Any, module: Any) -> bool:
     """True if layers are to be synchronized."""
-    if batchnorm not in (None, "sync", "average"):
-        raise ConfigError(f"batchnorm is {batchnorm!r}", where=_WHERE, hint='pass "sync" or "average"')
+    check_choice(_WHERE, ("sync", "average", None), batchnorm=batchnorm)
     names = batchnorms.trained(module)
     if names and batchnorm is None:
         raise ConfigError(
@@ -388,7 +387,8 @@ class _Processes:
             call=running_pass.running,
             seeded=self.is_seeded,
         )
-        return Form(expand, collect, inner.unreached, exchange, self.hidden)
+        shown = functools.partial(blocks.Shown, hidden=self.hidden)
+        return Form(expand, collect, inner.unreached, exchange, shown if self.hidden else inner.shown)
 
     def labels(self, params: Params) -> Labels:
         """The transform's labels, apart for parameters in pieces: those of one buffer are treated alike."""

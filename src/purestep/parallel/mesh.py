@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from ..errors import ConfigError, RankError
-from ..state import is_count, is_number
+from ..state import check_count, is_number
 
 AXES = ("data", "shard", "tensor")
 """The dimensions of a mesh, slowest first: neighbours in the last one are neighbours in rank."""
@@ -191,12 +191,10 @@ def start(
         ...     mesh.size
         1
     """
-    sizes = {"data": 1 if data is None else data, "shard": shard, "tensor": tensor}
-    for name, size in sizes.items():
-        if not is_count(size, 1):
-            raise ConfigError(f"{name} is {size!r}", where=_WHERE, hint=f"set {name}=1, or more")
+    sizes: dict[str, Any] = {"data": 1 if data is None else data, "shard": shard, "tensor": tensor}
+    check_count(_WHERE, least=1, **sizes)
     if not is_number(timeout) or not timeout > 0:
-        raise ConfigError(f"timeout is {timeout!r}", where=_WHERE, hint="pass seconds, such as timeout=600")
+        raise ConfigError(f"timeout={timeout!r} must be a number of seconds", where=_WHERE, hint="pass timeout=600")
     if _started:
         raise RankError("a mesh is open already", where=_WHERE, hint="leave its `with` block first, or use it")
     with ExitStack() as stack:

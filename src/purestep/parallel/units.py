@@ -5,13 +5,13 @@ from __future__ import annotations
 import fnmatch
 import operator
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..errors import ConfigError
+from ..errors import ConfigError, StepContractError
 from ..model import functional
 from ..types import Params
 from . import placement
@@ -29,6 +29,42 @@ class Unit(NamedTuple):
     wrapped: Callable[[Params], Params]  # parameters by their names in the model -> as DTensors, under tensor parallel
 
 
+class Shown(dict[str, Tensor]):
+    """Parameters by name, some of which are pieces of the whole: reading those raises StepContractError."""
+
+    def __init__(self, params: Params, hidden: frozenset[str]) -> None:
+        super().__init__(params)
+        self._hidden = hidden
+
+    def _checked(self, name: str) -> None:
+        if name in self._hidden:
+            raise StepContractError(
+                "is whole only inside of its unit, and cannot be read by the objective",
+                where=f"model.params/{name}",
+                hint="leave the layer out of units=[...] of ps.distribute",
+            )
+
+    def __getitem__(self, name: str) -> Tensor:
+        self._checked(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As for a dict."""
+        self._checked(name)
+        return super().get(name, default)
+
+    def __iter__(self) -> Iterator[str]:
+        return super().__iter__()  # defined here so that {**self} calls __getitem__
+
+    def values(self) -> Any:
+        """As for a dict."""
+        return [self[name] for name in self]
+
+    def items(self) -> Any:
+        """As for a dict."""
+        return [(name, self[name]) for name in self]
+
+
 def names_of(patterns: Any, module: nn.Module) -> list[str]:
     """The names of the blocks that patterns match.
 
@@ -37,7 +73,7 @@ def names_of(patterns: Any, module: nn.Module) -> list[str]:
     """
     cure = 'units=["blocks.*"]'
     if not isinstance(patterns, list | tuple) or not all(isinstance(pattern, str) for pattern in patterns):  # pyright: ignore[reportUnknownVariableType]
-        raise ConfigError(f"units is {patterns!r}", where=_WHERE, hint=cure)
+        raise ConfigError(f"units={patterns!r} is not a list of names", where=_WHERE, hint=cure)
     names = [name for name, _ in module.named_modules() if name]
     found: list[str] = []
     for pattern in patterns:  # pyright: ignore[reportUnknownVariableType]

@@ -15,14 +15,14 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ..errors import ConfigError
-from ..state import check_callable, check_count, check_finite, is_number, listed, recipe
+from ..state import check_callable, check_choice, check_count, check_finite, is_number, known_keywords, listed
 from .interpolate import Count, Schedule
 
 AnySchedule: TypeAlias = Callable[[Tensor], Tensor]
 """A schedule, or a user's function of the count, which need not accept a Python int."""
 
 
-@recipe
+@known_keywords
 def join(schedules: Sequence[AnySchedule], boundaries: Sequence[int]) -> Schedule:
     """Run schedules one after another; each counts from its own begin. torch's `SequentialLR`.
 
@@ -65,7 +65,7 @@ def join(schedules: Sequence[AnySchedule], boundaries: Sequence[int]) -> Schedul
     return schedule
 
 
-@recipe
+@known_keywords
 def per_epoch(schedule: AnySchedule, *, updates_per_epoch: int) -> Schedule:
     """Convert a schedule by epoch to a schedule by update: the value is constant within an epoch.
 
@@ -87,7 +87,6 @@ def per_epoch(schedule: AnySchedule, *, updates_per_epoch: int) -> Schedule:
     return lambda count: schedule(torch.div(torch.as_tensor(count), updates_per_epoch, rounding_mode="floor"))
 
 
-@recipe
 def from_torch_scheduler(
     scheduler: Callable[..., LRScheduler], learning_rate: float, *, steps: int, key: str = "lr", **kwargs: Any
 ) -> Schedule:
@@ -120,8 +119,7 @@ def from_torch_scheduler(
     """
     check_finite("from_torch_scheduler", learning_rate=learning_rate)
     check_count("from_torch_scheduler", least=1, steps=steps)
-    if key not in ("lr", "momentum"):
-        raise ConfigError(f"key={key!r}", where="from_torch_scheduler", hint='"lr" or "momentum"')
+    check_choice("from_torch_scheduler", ("lr", "momentum"), key=key)
     table = torch.tensor(_tabulate(scheduler, learning_rate, steps, key, kwargs), dtype=torch.float64)
 
     tables: dict[torch.device, Tensor] = {}

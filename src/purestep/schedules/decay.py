@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..state import check_count, check_finite, check_positive, recipe
+from ..state import check_choice, check_count, check_finite, check_positive, known_keywords
 from .interpolate import Count, Schedule, count_as_float, half_cosine, line, progress
 
 
-@recipe
+@known_keywords
 def constant(value: float) -> Schedule:
     """Return ``value`` at every count.
 
@@ -31,7 +31,7 @@ def constant(value: float) -> Schedule:
     return lambda count: torch.full_like(count_as_float(count), value)
 
 
-@recipe
+@known_keywords
 def linear(init_value: float, end_value: float, *, transition_steps: int) -> Schedule:
     r""":math:`a + (b - a) \, t / T`: a straight line. torch's `LinearLR` with ``total_iters=transition_steps``.
 
@@ -52,7 +52,7 @@ def linear(init_value: float, end_value: float, *, transition_steps: int) -> Sch
     return lambda count: line(init_value, end_value, progress(count_as_float(count), transition_steps))
 
 
-@recipe
+@known_keywords
 def polynomial(init_value: float, end_value: float, *, transition_steps: int, power: float = 1.0) -> Schedule:
     r""":math:`b + (a - b) (1 - t / T)^p`. torch's `PolynomialLR` has b = 0.
 
@@ -75,7 +75,7 @@ def polynomial(init_value: float, end_value: float, *, transition_steps: int, po
     return lambda count: line(end_value, init_value, (1.0 - progress(count_as_float(count), transition_steps)) ** power)
 
 
-@recipe
+@known_keywords
 def cosine(init_value: float, decay_steps: int, *, end_value: float = 0.0) -> Schedule:
     r""":math:`b + (a - b) (1 + \cos(\pi t / T)) / 2`: half a wave.
 
@@ -101,7 +101,7 @@ def cosine(init_value: float, decay_steps: int, *, end_value: float = 0.0) -> Sc
     return lambda count: half_cosine(init_value, end_value, progress(count_as_float(count), decay_steps))
 
 
-@recipe
+@known_keywords
 def warm_restarts(init_value: float, T_0: int, *, T_mult: int = 1, eta_min: float = 0.0) -> Schedule:
     r"""Repeat half a cosine from ``init_value`` to ``eta_min``. torch's `CosineAnnealingWarmRestarts`.
 
@@ -143,7 +143,7 @@ def _cycle_begin(n: Tensor, first: int, factor: int) -> Tensor:
     return torch.round(first * (factor**n - 1) / (factor - 1))
 
 
-@recipe
+@known_keywords
 def exponential(
     init_value: float,
     gamma: float,
@@ -182,7 +182,7 @@ def exponential(
     return schedule
 
 
-@recipe
+@known_keywords
 def warmup_cosine(peak: float, warmup: int, *, total: int, end: float = 0.0, start: float = 0.0) -> Schedule:
     """Linear warm-up from ``start`` to ``peak`` over ``warmup`` updates, then half a cosine to ``end`` at ``total``.
 
@@ -220,7 +220,7 @@ def warmup_cosine(peak: float, warmup: int, *, total: int, end: float = 0.0, sta
     return schedule
 
 
-@recipe
+@known_keywords
 def warmup_stable_decay(
     peak: float,
     warmup: int,
@@ -265,8 +265,7 @@ def warmup_stable_decay(
             where="warmup_stable_decay",
             hint=f"total={warmup + decay}",
         )
-    if shape not in ("linear", "cosine", "sqrt"):
-        raise ConfigError(f"shape={shape!r}", where="warmup_stable_decay", hint='"linear", "cosine" or "sqrt"')
+    check_choice("warmup_stable_decay", ("linear", "cosine", "sqrt"), shape=shape)
 
     def schedule(count: Count) -> Tensor:
         t = count_as_float(count)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..state import check_count, check_finite, check_positive, listed, recipe
+from ..state import check_choice, check_count, check_finite, check_positive, known_keywords, listed
 from .interpolate import Count, Schedule, count_as_float, half_cosine, hold, interpolate_points, line
 
 
-@recipe
+@known_keywords
 def step(init_value: float, step_size: int, *, gamma: float = 0.1) -> Schedule:
     r""":math:`a \, \gamma^{\lfloor t / n \rfloor}`. torch's `StepLR`.
 
@@ -36,7 +36,7 @@ def step(init_value: float, step_size: int, *, gamma: float = 0.1) -> Schedule:
     return lambda count: init_value * gamma ** torch.floor(count_as_float(count) / step_size)
 
 
-@recipe
+@known_keywords
 def multistep(init_value: float, milestones: Iterable[int], *, gamma: float = 0.1) -> Schedule:
     r""":math:`a \, \gamma^{n}`, n the number of milestones reached. torch's `MultiStepLR`.
 
@@ -68,7 +68,7 @@ def multistep(init_value: float, milestones: Iterable[int], *, gamma: float = 0.
     return schedule
 
 
-@recipe
+@known_keywords
 def one_cycle(
     max_lr: float,
     total_steps: int,
@@ -105,8 +105,7 @@ def one_cycle(
     check_finite("one_cycle", max_lr=max_lr)
     check_count("one_cycle", least=2, total_steps=total_steps)
     check_positive("one_cycle", pct_start=pct_start, div_factor=div_factor, final_div_factor=final_div_factor)
-    if anneal_strategy not in ("cos", "linear"):
-        raise ConfigError(f"anneal_strategy={anneal_strategy!r}", where="one_cycle", hint='"cos" or "linear"')
+    check_choice("one_cycle", ("cos", "linear"), anneal_strategy=anneal_strategy)
     initial, top = max_lr / div_factor, pct_start * total_steps - 1
     middle = [(2 * pct_start * total_steps - 2, initial)] if three_phase else []
     points = [(0.0, initial), (top, max_lr), *middle, (float(total_steps - 1), initial / final_div_factor)]
@@ -121,7 +120,7 @@ def one_cycle(
     )
 
 
-@recipe
+@known_keywords
 def piecewise(
     init_value: float,
     boundaries_and_scales: Mapping[int, float],
@@ -160,6 +159,5 @@ def piecewise(
             )
         points.append((float(boundary), points[-1][1] * scale))
     interpolations = {None: hold, "linear": line, "cosine": half_cosine}
-    if interpolate_type not in interpolations:
-        raise ConfigError(f"interpolate_type={interpolate_type!r}", where="piecewise", hint='"linear" or "cosine"')
+    check_choice("piecewise", interpolations, interpolate_type=interpolate_type)
     return lambda count: interpolate_points(count_as_float(count), points, interpolations[interpolate_type])

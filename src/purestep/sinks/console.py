@@ -106,8 +106,10 @@ class Progress:
         self._speed = _Speed()
         self._printed = time.monotonic()
         self._display = _display(self.stream, self.line)
-        if event.resumed:
-            self._print(f"resumed after epoch {event.epoch}, update {event.updates}")
+        is_over = event.epochs == event.epoch or event.steps == event.updates
+        if event.resumed and not is_over:
+            where = f" of {'/'.join(event.directory.parts[-2:])}" if event.directory else ""
+            self._print(f"resumed after epoch {event.epoch}, update {event.updates}{where}")
         if event.view == "ema":
             self._print("evaluates the averaged weights (ema), as bind, evaluate and exports do")
         elif event.view is not None:
@@ -197,16 +199,16 @@ def _entries(values: Mapping[str, Any], rate: float, *, prefix: str = "train_") 
     entries: list[tuple[int, str]] = []
     for name, value in values.items():
         is_entry = _ENTRY.fullmatch(name) and name.rpartition("[")[0] in values
-        if name == "lr" or name in _LAST or is_entry:
+        if name == "lr" or name.startswith("lr/") or name in _LAST or is_entry:
             continue
-        is_minor = name.startswith(("train_", "lr"))
+        is_minor = name.startswith("train_")
         rank = 0 if name in ("train_loss", "val_loss") else 1 if name.endswith("_loss") else 5 if is_minor else 2
         entries.append((rank, f"{name.removeprefix(prefix)} {_shown(value)}"))
     losses = [entry for entry in entries if entry[0] == 0]
     entries = losses + [entry for entry in entries if entry not in losses]
     entries += [(8, f"{name} {_shown(values[name])}") for name in _LAST if name in values]
-    if "lr" in values:
-        entries.append((4, f"lr {values['lr']:.1e}"))
+    rates = [name for name in values if name.startswith("lr/")] or [name for name in values if name == "lr"]
+    entries += [(4, f"{name} {values[name]:.1e}") for name in rates]
     if rate:
         entries.append((3, f"{rate:.3g} steps/s" if rate < 1000 else f"{rate:.0f} steps/s"))
     return entries

@@ -98,7 +98,9 @@ def checked_step(root: Path, step: Any) -> int:
     except TypeError:
         number = -1
     if not 0 <= number < 10**18:
-        raise SnapshotError(f"step is {step!r}", where=str(root), hint="call save(int(state.step), state)")
+        raise SnapshotError(
+            f"step={step!r} must be an int in [0, 1e18)", where=str(root), hint="call save(int(state.step), state)"
+        )
     return number
 
 

@@ -134,6 +134,7 @@ def describe(leaves: list[tuple[str, Any]]) -> dict[str, Leaf]:
 
 
 _WHOLE = 'pass a template like the saved state; for its weights alone, call restore(template, only="params")'
+_SHOWN = 10  # leaves of a Mismatch
 _PART = "pass a template whose leaves fit the saved ones, or only= prefixes of leaves that fit"
 
 
@@ -141,7 +142,8 @@ def compare(stored: Mapping[str, Leaf], wanted: Mapping[str, Leaf], *, where: st
     """Compare the stored leaves with those of a template; ``is_part``: the caller has chosen some of them.
 
     Raises:
-        Mismatch: leaves differ; the message has a line for each: stored, expected, the nearest name.
+        Mismatch: leaves differ; the message has a line for each of the first ten (stored, expected, the nearest name),
+            and the fields of the others.
     """
     missing = [path for path in wanted if path not in stored]
     extra = [path for path in stored if path not in wanted]
@@ -154,7 +156,9 @@ def compare(stored: Mapping[str, Leaf], wanted: Mapping[str, Leaf], *, where: st
     lines += [f"{path}: {stored[path].text()} in the snapshot only{near}" for path, near in _nearest(extra, missing)]
     if lines:
         count = f"{len(lines)} leaves differ" if len(lines) > 1 else "1 leaf differs"
-        text = "\n  ".join([f"{count} from the template", *lines])
+        tops = dict.fromkeys(line.partition(":")[0].split("/")[0] for line in lines[_SHOWN:])
+        more = [f"and {len(lines) - _SHOWN} more, of {', '.join(tops)}"] if tops else []
+        text = "\n  ".join([f"{count} from the template", *lines[:_SHOWN], *more])
         raise Mismatch(text, where=where, hint=_PART if is_part else _WHOLE)
 
 
@@ -312,11 +316,11 @@ def read(folder: Path) -> Manifest:
         raise Mismatch(
             f"format {record['format']}, written by a newer purestep; this one reads up to {FORMAT}",
             where=str(folder / NAME),
-            hint="pip install -U purestep",
+            hint="update your checkout of purestep, and install it again: pip install -e .",
         )
     manifest = _from_record(record, where=str(folder / NAME))
     if str(manifest.step) != folder.name and not folder.name.startswith((".", f"{manifest.step}.")):
-        raise Corrupt(f"holds step {manifest.step}", where=str(folder))
+        raise Corrupt(f"the manifest is of step {manifest.step}, not of {folder.name}", where=str(folder))
     try:
         _check_files(folder, manifest.files)
     except (OSError, MemoryError) as error:

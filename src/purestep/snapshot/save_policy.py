@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..errors import ConfigError
-from ..state import is_count, is_number
+from ..state import check_choice, check_count, is_count, is_number
 
 
 class Every(NamedTuple):
@@ -45,12 +45,10 @@ def check_policy(keep: int | None, keep_best: int, on_save_error: str) -> None:
     Raises:
         ConfigError: a value is out of its range.
     """
-    if keep is not None and not is_count(keep, 1):
-        raise ConfigError(f"keep is {keep!r}", where="Snapshots", hint="keep=1, or keep=None for all")
-    if not is_count(keep_best):
-        raise ConfigError(f"keep_best is {keep_best!r}", where="Snapshots", hint="keep_best=0 for none")
-    if on_save_error not in ("raise", "continue"):
-        raise ConfigError(f"on_save_error is {on_save_error!r}", where="Snapshots", hint='pass "raise" or "continue"')
+    if keep is not None:
+        check_count("Snapshots", least=1, cure="keep=1, or keep=None for all", keep=keep)
+    check_count("Snapshots", least=0, cure="keep_best=0 for none", keep_best=keep_best)
+    check_choice("Snapshots", ("raise", "continue"), on_save_error=on_save_error)
 
 
 def rolled_back(last: Mark, here: Mark) -> Mark:

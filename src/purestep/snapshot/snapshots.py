@@ -15,6 +15,7 @@ from .. import tree
 from ..errors import ConfigError, Corrupt, Locked, NotFound, RankError, SnapshotError, WriteFailed
 from ..files import DirectoryLock, directory_path, is_locked
 from ..parallel import host
+from ..state import check_choice
 from ..types import Tree
 from . import directory, orbax_io, parts, reader, save_policy, staging, state_copy, writer
 from . import manifest as manifests
@@ -270,8 +271,7 @@ class Snapshots:
         Raises:
             ConfigError: ``mode`` is neither ``"min"`` nor ``"max"``.
         """
-        if mode not in ("min", "max"):
-            raise ConfigError(f"mode is {mode!r}", where="Snapshots", hint='mode="min" or mode="max"')
+        check_choice("Snapshots", ("min", "max"), mode=mode)
         if self._monitor is None:
             self._monitor = (monitor, mode)
 

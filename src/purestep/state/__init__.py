@@ -2,17 +2,19 @@
 
 packed      a state as a few flat buffers, one for each dtype and label, with the tree as views
 stacked     the states of an ensemble as one state with a leading dimension: `ps.stack`, `ps.member`
-keywords    unknown keyword arguments of a factory, and pickling of what it returns
+keywords    unknown keyword arguments of a factory
 validation  is a value a count, a number, a finite number, and the errors that say so
 """
 
-from .keywords import recipe as recipe
+from .keywords import known_keywords as known_keywords
 from .stacked import member as member
 from .stacked import stack as stack
 from .validation import check_callable as check_callable
+from .validation import check_choice as check_choice
 from .validation import check_count as check_count
 from .validation import check_finite as check_finite
 from .validation import check_positive as check_positive
+from .validation import check_range as check_range
 from .validation import is_count as is_count
 from .validation import is_number as is_number
 from .validation import listed as listed

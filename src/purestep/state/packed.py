@@ -9,6 +9,7 @@ In a stacked state every leaf and every buffer has a leading dimension for the m
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from .. import tree
 from ..errors import StepContractError
 from ..types import Empty, Form, Labels, Missed, Params, TrainState, Tree
+from . import stacked
 
 
 class Slot(NamedTuple):
@@ -68,7 +70,7 @@ class Layout(NamedTuple):
         """
         buffer_of = {slot.name: group.name for group in self.groups for slot in group.slots if slot.name in names}
         affected = {slot.name for group in self.groups if group.name in buffer_of.values() for slot in group.slots}
-        if affected != set(buffer_of):  # Dynamo of torch 2.11 takes a set and keys of a dict as unequal
+        if affected != buffer_of.keys():
             raise Split(names)
         return buffer_of
 
@@ -120,6 +122,46 @@ def pack(layout: Layout, state: TrainState) -> TrainState | None:
 def unpack(layout: Layout, state: TrainState) -> TrainState:
     """Return the named tree of a packed state, as views of its buffers."""
     return _convert(state, lambda subtree: _unpack_tree(layout, subtree))
+
+
+class Layouts:
+    """The layouts of a program's states, shared by all of its compiled steps.
+
+    Parameters share a buffer if the transform treats them alike and if, in the first step without gradients for all and
+    in the updates that the state records, either all of them had a gradient or none.
+    """
+
+    def __init__(self, labels: Callable[[Params], Labels] | None) -> None:
+        self._labels = labels  # None: states keep their tree
+        self._apart = frozenset[str]()
+        self._known: dict[Any, Layout | None] = {}
+
+    def of(self, state: Any) -> Layout | None:
+        """The layout of a state; None if it keeps its tree."""
+        if self._labels is None or not isinstance(state, TrainState):
+            return None
+        counts = missed(state)
+        key = tree.signature(state.params), tuple(sorted(counts.items()))
+        if key not in self._known:
+            many = stacked.size(state)
+            params = {name: value[0] for name, value in state.params.items()} if many else state.params
+            labels = self._labels(params)
+            own: Labels = {n: (label, counts.get(n), n in self._apart) for n, label in labels.items()}
+            found = layout(params, own)
+            self._known[key] = found if pack(found, state) is not None else None
+        return self._known[key]
+
+    def split(self, names: frozenset[str]) -> None:
+        """Put these parameters, which have no gradient, into separate buffers; after a second such set, states keep
+        their tree."""
+        if self._apart:
+            self._labels = None
+        self._apart = names
+        self._known.clear()
+
+    def known(self, layout: Layout | None) -> bool:
+        """True if a layout is one of these."""
+        return any(layout is found for found in self._known.values())
 
 
 class Split(StepContractError):

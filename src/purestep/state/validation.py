@@ -57,7 +57,7 @@ def nearest_names(pattern: str, names: Iterable[str]) -> str:
     return f"the nearest names are {shown}" if len(near) > 1 else f"the nearest name is {shown}" if near else ""
 
 
-def check_count(where: str, *, least: int, **counts: Any) -> None:
+def check_count(where: str, *, least: int, cure: str = "", **counts: Any) -> None:
     """Check that each value is an int of at least ``least``.
 
     Raises:
@@ -65,7 +65,11 @@ def check_count(where: str, *, least: int, **counts: Any) -> None:
     """
     for name, value in counts.items():
         if not is_count(value, least):
-            raise ConfigError(f"{name}={value!r} is no int of at least {least}", where=where, hint=f"{name}=10")
+            raise ConfigError(
+                f"{name}={value!r} must be an int of at least {least}",
+                where=where,
+                hint=cure or f"{name}={least}, or more",
+            )
 
 
 def check_finite(where: str, **numbers: Any) -> None:
@@ -76,7 +80,7 @@ def check_finite(where: str, **numbers: Any) -> None:
     """
     for name, value in numbers.items():
         if not is_number(value) or not math.isfinite(value):
-            raise ConfigError(f"{name}={value!r} is no finite int or float", where=where, hint=f"{name}=1e-3")
+            raise ConfigError(f"{name}={value!r} must be a finite number", where=where, hint=f"{name}=1e-3")
 
 
 def check_positive(where: str, **numbers: Any) -> None:
@@ -88,7 +92,72 @@ def check_positive(where: str, **numbers: Any) -> None:
     check_finite(where, **numbers)
     for name, value in numbers.items():
         if value <= 0:
-            raise ConfigError(f"{name}={value!r} is not positive", where=where, hint=f"{name}=0.1")
+            raise ConfigError(f"{name}={value!r} must be greater than 0", where=where, hint=f"{name}=0.1")
+
+
+def check_range(
+    where: str, low: float, high: float = math.inf, /, *, ends: str = "[)", cure: str = "", **numbers: Any
+) -> None:
+    """Check that each value is a finite number between two bounds.
+
+    Args:
+        where: the function that has these arguments.
+        low: the lower bound.
+        high: the upper bound.
+        ends: a bracket for each bound: a bound with a square bracket is a valid value itself.
+        cure: the cure; empty: a value within the bounds.
+        numbers: the values by the names of the arguments.
+
+    Raises:
+        ConfigError: a value is not; the message has its name and the range.
+
+    Example:
+        >>> check_range("adamw", 0, 1, cure="0.9 is the default", b1=1.5)
+        Traceback (most recent call last):
+        purestep.errors.ConfigError: adamw: b1=1.5 must be in [0, 1) (cure: 0.9 is the default)
+    """
+    for name, value in numbers.items():
+        above = is_number(value) and -math.inf < value < math.inf and (value > low or (ends[0] == "[" and value == low))
+        if above and (value < high or (ends[1] == "]" and value == high)):
+            continue
+        bounds = f"in {ends[0]}{low:g}, {high:g}{ends[1]}"
+        if math.isinf(high):
+            least = f" {'of at least' if ends[0] == '[' else 'greater than'} {low:g}"
+            bounds = f"a finite number{'' if math.isinf(low) else least}"
+        problem = f"must be {bounds}" if is_number(value) else f"is a {type(value).__name__}, not a number"
+        raise ConfigError(f"{name}={value!r} {problem}", where=where, hint=cure or f"{name}={_inside(low, high)}")
+
+
+def _inside(low: float, high: float) -> float:
+    """A usual number between two bounds."""
+    return max(low, 1.0) if math.isinf(high) else (low + high) / 2
+
+
+def check_choice(where: str, options: Iterable[Any], *, also: str = "", **values: Any) -> None:
+    """Check that each value is one of the options.
+
+    Args:
+        where: the function that has these arguments.
+        options: the valid texts, ints, bools or None.
+        also: words for other values that are valid, which the caller has sorted out.
+        values: the values by the names of the arguments.
+
+    Raises:
+        ConfigError: a value is none of them; the message has its name and all options.
+
+    Example:
+        >>> check_choice("masked_mse", ("mean", "sum", "batch_mean"), reduction="foo")
+        Traceback (most recent call last):
+        purestep.errors.ConfigError: masked_mse: reduction='foo' is unknown (cure: "mean", "sum" or "batch_mean")
+    """
+    known = list(options)
+    for name, value in values.items():
+        if isinstance(value, str | int | None) and value in known:
+            continue
+        words = [f'"{option}"' if isinstance(option, str) else str(option) for option in known]
+        *most, last = [*words, also] if also else words
+        hint = f"{', '.join(most)} or {last}" if most else last
+        raise ConfigError(f"{name}={value!r} is unknown", where=where, hint=hint)
 
 
 def check_callable(where: str, cure: str, **functions: Any) -> None:

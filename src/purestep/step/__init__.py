@@ -4,13 +4,13 @@ private copies of buffers -> forward under the precision policy -> mean x scale 
 [on the last micro-batch of a window: divide by weight and scale -> finite check -> `tx.update` (clipping is part of it)
 -> keep new or old on the finite flag -> EMA -> empty the window] -> counters, scaler.
 
-All decisions are made on the device: the host reads no tensor, except the position in an accumulation window in an
-eager step on the CPU.
+Decisions are made on the device: the host reads no tensor, except in an eager step on the CPU, where it waits for none.
 
 program      `program`: a module, an objective and a transformation as pure steps
 spec         types that the other modules share
 init_state   `init`
 gradient     forward and backward pass: the only place that differentiates
+loss_checks  from what an objective returns to a `Loss`
 sharpness    sharpness-aware minimization: a second gradient
 microbatch   splitting of a batch inside one call
 train_step   `train_step` and `flush`
@@ -19,11 +19,9 @@ accumulation the window: adding a micro-batch, closing a full window
 update       the update of a window or its rollback
 random_draws seeds the generators for a step
 inference    `eval_step` and `bind`
-differentiable  the loss as a function of the parameters, for derivatives of other kinds
-batch_gradient   the gradient of one call alone
+differentiable  the loss as a function of the parameters, for other derivatives; the gradient of a call alone
 statistics   statistics of BatchNorm for given weights
 batch_copy   copies of batch leaves that a model writes in place
-recurrent    recurrent layers under `torch.func.vmap` without gradients
 """
 
 from .batch_copy import untouched as untouched
@@ -31,17 +29,15 @@ from .differentiable import Parts as Parts
 from .differentiable import check_divisible as check_divisible
 from .differentiable import check_state as check_state
 from .differentiable import parts_for as parts_for
-from .gradient import NoSetupContext as NoSetupContext
-from .gradient import finite_mean as finite_mean
+from .loss_checks import finite_mean as finite_mean
 from .program import program as program
 from .program import static_of as static_of
-from .recurrent import decomposed as decomposed
+from .random_draws import drawn_in_step as drawn_in_step
 from .sharpness import Sam as Sam
 from .spec import IDENTITY as IDENTITY
 from .spec import Accum as Accum
 from .spec import Adding as Adding
 from .spec import Closing as Closing
 from .spec import Micro as Micro
-from .spec import last_unreached as last_unreached
 from .spec import wide as wide
 from .update import rate_names as rate_names

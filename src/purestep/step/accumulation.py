@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from .. import optim, tree
-from ..torch_ext import Flag, every, is_finite, read, tracing
+from ..torch_ext import is_finite, tracing
 from ..types import Empty, Form, Mean, Metrics, Params, TrainState
 from . import exchange
 from .gradient import kept_buffers
 from .spec import Accum, Adding, Closing, Micro, Spec
-from .update import apply, either, going, group_rates, rates_of, weight_or_nan
+from .update import apply, group_rates, kept_if_halted, rates_of, weight_or_nan
 
 
 def accumulate(spec: Spec, form: Form, state: TrainState, micro: Micro) -> tuple[TrainState, Micro, Metrics]:
@@ -22,7 +22,7 @@ def accumulate(spec: Spec, form: Form, state: TrainState, micro: Micro) -> tuple
     form.unreached(unreached)  # the same check for every micro-batch
     verdict = weight_or_nan(micro)
     added = exchange.weighted(micro.grads, micro.grad_weight)
-    finite = is_finite(read(optim.global_norm(micro.grads))) if micro.buffers and form.exchange is None else None
+    finite = is_finite(optim.global_norm(micro.grads)) if micro.buffers and form.exchange is None else None
     if form.exchange is not None:
         micro, verdict, _, finite = exchange.joined(spec, form, micro, verdict, checks_gradients=bool(micro.buffers))
         added = added if form.exchange.once else exchange.reduced(form, added)
@@ -42,11 +42,13 @@ def accumulate(spec: Spec, form: Form, state: TrainState, micro: Micro) -> tuple
     return tree.where(last, closed, opened), micro, tree.where(last, close_metrics, open_metrics)
 
 
-def _with_buffers(state: TrainState, micro: Micro, finite: Flag | None) -> TrainState:
+def _with_buffers(state: TrainState, micro: Micro, finite: Tensor | None) -> TrainState:
     """Set this micro-batch's buffers, unless its loss or gradients are not finite or its weight is 0."""
     if not micro.buffers or finite is None:
         return state
-    counted = every(finite, is_finite(read(micro.mean)), read(micro.weight) != 0, going(state))
+    counted = finite & is_finite(micro.mean) & (micro.weight != 0)
+    if not isinstance(state.halted, Empty):
+        counted = counted & (state.halted == 0)
     return state._replace(buffers=kept_buffers(state.buffers, micro, counted))
 
 
@@ -56,7 +58,7 @@ def _with_micro(micro: Micro, result: tuple[TrainState, Metrics]) -> tuple[Train
 
 def _keep_open(state: TrainState, accum: Accum) -> tuple[TrainState, Metrics]:
     zero = torch.zeros((), dtype=torch.float32, device=state.step.device)
-    kept = either(going(state), accum, Accum(*cast(Accum, state.accum)), state=state)
+    kept = kept_if_halted(state, accum, Accum(*cast(Accum, state.accum)))
     metrics = {"lr": Mean(zero, zero), "grad_norm": Mean(zero, zero), "applied": Mean(zero, torch.ones_like(zero))}
     metrics |= {name: Mean(zero, zero) for name in group_rates(rates_of(state.opt_state))}
     if not isinstance(state.scaler, Empty):
@@ -86,7 +88,7 @@ def close(
     new, metrics, _ = apply(spec, form, state, grads, counted, accum.weight, state.buffers, reached)
     left = torch.full_like(accum.left, spec.accumulate)
     empty = Accum(left, torch.zeros_like(accum.weight), tree.map(torch.zeros_like, accum.grads))
-    return new._replace(accum=either(going(state), empty, Accum(*cast(Accum, state.accum)), state=state)), metrics
+    return new._replace(accum=kept_if_halted(state, empty, Accum(*cast(Accum, state.accum)))), metrics
 
 
 def _nonzero(form: Form, grads: Params, names: set[str]) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ def untouched(objective: _Objective) -> _Objective:
     layer ``nn.ReLU(inplace=True)`` does.
 
     The first call for each batch structure runs on copies and records which of them the model writes; later calls copy
-    only those leaves. Inside a graph nothing is copied here: `compile.graph_choice` passes a copy of the batch.
+    only those leaves. Inside a graph nothing is copied here: `compile.graphs` passes a copy of the batch.
     """
     known = _Written()
 
@@ -44,6 +44,7 @@ def untouched(objective: _Objective) -> _Objective:
             known.leaves[treedef] = tuple(int(index) for index, mark in before.items() if after[index] != mark)
         return loss
 
+    on_copies.__wrapped__ = objective  # pyright: ignore[reportFunctionMemberAccess]  # for `inspect.unwrap`
     on_copies.is_sum = getattr(objective, "is_sum", False)  # pyright: ignore[reportFunctionMemberAccess]
     return cast(_Objective, on_copies)
 

@@ -1,10 +1,11 @@
-"""The loss of a program as a function of its parameters, from which other derivatives than a step's are built."""
+"""The loss of a program as a function of its parameters, from which other derivatives than a step's are built, and the
+gradient of a call without its update."""
 
 from __future__ import annotations
 
-import functools
+import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,10 +15,12 @@ from .. import tree
 from ..errors import ConfigError, StateError
 from ..model import functional
 from ..state import stacked
-from ..types import Empty, Loss, Params, Program, TrainState
-from .gradient import check_loss
+from ..types import Batch, Empty, Form, Loss, Params, Program, TrainState
+from . import exchange
+from .loss_checks import check_loss
 from .random_draws import drawn_in_step
-from .spec import Micro, Spec, sum_is_divided
+from .spec import IDENTITY, Micro, Spec, sum_is_divided
+from .update import unscaled
 
 
 class Parts(NamedTuple):
@@ -27,9 +30,9 @@ class Parts(NamedTuple):
         loss: ``(params, state, batch, context, *, train, kind) -> (Loss, Bound)``: the objective on the whole batch
             with these parameters and the other tensors of the state; ``mean`` is connected to ``params``. Metrics are
             detached. ``kind`` makes the bound model, as `functional.Bound` does.
-        draw: ``(state, call) -> call()`` with the random numbers of the state's next step.
         with_gradients: ``(parts, form, state, batch, context) -> Micro`` in place of `gradient.gradients` -> the
             program that updates by it.
+        objective: the user's function.
         values_at: ``(state)`` -> the scheduled scalars of the objective.
         accumulate: of the program.
         microbatches: of the program.
@@ -40,8 +43,8 @@ class Parts(NamedTuple):
     """
 
     loss: Callable[..., tuple[Loss, functional.Bound]]
-    draw: Callable[[TrainState, Callable[[], Any]], Any]
     with_gradients: Callable[[Callable[..., Micro]], Program]
+    objective: Callable[..., Loss]
     values_at: Callable[[TrainState], dict[str, torch.Tensor]]
     accumulate: int
     microbatches: int
@@ -81,20 +84,39 @@ def parts_of(spec: Spec, with_gradients: Callable[[Callable[..., Micro]], Progra
 
     return Parts(
         loss=loss,
-        draw=functools.partial(drawn_in_step, spec),
         with_gradients=replaced,
+        objective=inspect.unwrap(spec.objective),
         values_at=spec.values_at,
         accumulate=spec.accumulate,
         microbatches=spec.microbatches,
-        is_sharp=spec.sam is not None,
+        is_sharp=spec.is_sharp,
         is_scaled=not isinstance(spec.scaler.init(torch.device("cpu")), Empty),
         is_sum=getattr(spec.objective, "is_sum", False),
-        module=cast(nn.Module, spec.template.train.model),
+        module=spec.template.train.model,
     )
 
 
 def _not_nested(gradients: Callable[..., Micro]) -> Program:
     raise AssertionError("a gradient function builds no program")
+
+
+def batch_gradient_of(spec: Spec) -> Callable[..., Params]:
+    """Build a function that returns the mean gradient that a call of train_step computes from this state and batch.
+
+    It runs in eager mode, with the call's random numbers. With accumulation it is the gradient of this micro-batch.
+    Its argument ``form`` is that of the state; with an exchange it is the gradient of all processes' rows.
+    """
+
+    def batch_gradient(state: TrainState, batch: Batch, form: Form = IDENTITY) -> Params:
+        stream = () if form.exchange is None else form.exchange.stream
+        micro = drawn_in_step(state, lambda: spec.gradients(spec, form, state, batch, ()), *stream)
+        grads, scale = micro.grads, spec.scaler.scale(state.scaler)
+        if form.exchange is not None:
+            (weight,) = form.exchange.sums([micro.weight])
+            grads = exchange.mean_gradients(form, state, grads, micro.grad_weight, weight)
+        return grads if scale is None else unscaled(grads, scale)
+
+    return batch_gradient
 
 
 def parts_for(program: Program, where: str) -> Parts:

@@ -10,8 +10,7 @@ from torch import Tensor
 from .. import optim, tree
 from ..torch_ext import is_finite
 from ..types import Exchange, Form, Metrics, Params, TrainState
-from .gradient import times
-from .spec import Micro, Spec, wide
+from .spec import Micro, Spec, times, wide
 
 
 class Joined(NamedTuple):

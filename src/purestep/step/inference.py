@@ -14,7 +14,7 @@ from ..model import functional
 from ..state import stacked
 from ..torch_ext import tracing
 from ..types import Batch, Loss, Mean, Metrics, TrainState
-from .gradient import check_loss, counted, rows_of
+from .loss_checks import check_loss, counted, rows_of
 from .random_draws import drawn
 from .spec import Spec
 
@@ -39,11 +39,7 @@ def eval_step_of(spec: Spec) -> Callable[..., Metrics]:
             return counted(check_loss(found, state.step.device, train=False), counts)
 
         with torch.no_grad():
-            loss = (
-                evaluate()
-                if tracing.in_graph()
-                else drawn(spec.host, evaluate, _number(state, index), state.step.device)
-            )
+            loss = evaluate() if tracing.in_graph() else drawn(evaluate, _number(state, index), state.step.device)
         weight = torch.where(loss.weight > 0, loss.weight, torch.zeros_like(loss.weight))
         total = torch.where(loss.weight > 0, loss.mean.float() * weight, torch.zeros_like(weight))
         return {**tree.detach(loss.metrics), "loss": Mean(total, weight)}

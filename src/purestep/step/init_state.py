@@ -21,6 +21,8 @@ def init_of(spec: Spec, module: nn.Module, own: nn.Module | None) -> Callable[..
     def init(seed: int = 0, device: torch.device | str | None = None) -> TrainState:
         """Return the state before the first step: the module's current weights, on ``device``.
 
+        The parameters that required a gradient when the program was built are trained, whatever they require now.
+
         Args:
             seed: of dropout and data order, an int in [-2**63, 2**63); the weights do not depend on it.
             device: None means the module's; `fit` moves a state from the CPU to the best device.
@@ -29,12 +31,17 @@ def init_of(spec: Spec, module: nn.Module, own: nn.Module | None) -> Callable[..
             ConfigError: an invalid seed or device, or the device does not support the program's precision.
             StateError: the module has got or lost tensors since the program was built.
         """
-        found = functional.tensors(module, objective=own)
-        _check_names(spec.template.names, {name for named in found for name in named})
+        names = spec.template.names
+        found = {name: tensor for named in functional.tensors(module, objective=own) for name, tensor in named.items()}
+        _check_names(names, set(found))
         target = _target(module, device)
         if target.type != "meta":
             precision_.check(spec.policy, target)
-        params, frozen, buffers = (_place(named, target, spec.policy.weights) for named in found)
+        # By the names of the program, not by the module's `requires_grad` of today: another program may have set that.
+        params, frozen, buffers = (
+            _place({name: found[name] for name in of}, target, spec.policy.weights)
+            for of in (names.params, names.frozen, names.buffers)
+        )
         return TrainState(
             step=_count(target),
             updates=_count(target),

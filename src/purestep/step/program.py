@@ -19,21 +19,21 @@ from .. import scaler as scaler_
 from ..errors import ConfigError
 from ..model import functional, unwrapped, wrappers
 from ..optim import numerics
-from ..state import is_count, is_number, recipe
+from ..state import check_choice, check_count, is_number, known_keywords
 from ..types import Empty, Objective, Program, Static
 from .batch_copy import untouched
-from .batch_gradient import batch_gradient_of
-from .differentiable import parts_of
-from .gradient import OWN_METRICS
+from .differentiable import batch_gradient_of, parts_of
+from .gradient import gradients
 from .inference import bind_of, eval_step_of
 from .init_state import init_of
-from .sharpness import Sam, checked, gradients
+from .loss_checks import OWN_METRICS
+from .sharpness import Sam, checked, gradients_of
 from .spec import IDENTITY, Reach, Spec
 from .statistics import Statistics
 from .train_step import steps_of
 
 
-@recipe
+@known_keywords
 def program(
     model: nn.Module,
     objective: Objective,
@@ -57,17 +57,13 @@ def program(
     put the weights of their state into one weightless copy of the module. A callable of ``bind`` is for one thread at a
     time.
 
-    `pickle` stores a program as this call: the module with its current weights, and the other arguments. Unpickling
-    builds the program again, also in another process. Functions and classes among the arguments are stored by name, so
-    a lambda or a local function raises a ConfigError. A pickle is meant for another process; to save a state, use
-    `Snapshots`.
-
     Args:
         model: a template, never written; only ``init`` reads its weights. Training runs in train mode, whatever the
             module's mode. Wrappers (`torch.compile`, `DataParallel`, `DistributedDataParallel`) are removed, with one
             UserWarning.
         objective: ``(model, batch, *context) -> Loss``; see `supervised`, `hf_loss`, `masked_reconstruction`. The
-            context is the other arguments of train_step, passed on unchanged and never split; `fit` passes none.
+            context is the other arguments of train_step, passed on unchanged and never split; `fit` passes none. It may
+            read tensors of its closure (a teacher); `compile_step` says which changes a compiled step follows.
         tx: from `purestep.optim`.
         precision: "32-true", "64-true", "bf16-true", "16-true", "bf16-mixed" or "16-mixed".
         ema: decay of the averaged weights in [0, 1), an `ema.average(...)` or an `ema.swa(...)`; None disables the
@@ -116,7 +112,9 @@ def program(
     if scaler is not None and not isinstance(scaler, scaler_.Scaler):
         raise ConfigError(f"the scaler is a {type(scaler).__name__}", where="program", hint="ps.scaler.dynamic(...)")
     if not isinstance(keep_eval, str | tuple | list) or not all(isinstance(name, str) for name in keep_eval):
-        raise ConfigError(f"keep_eval is {keep_eval!r}", where="program", hint='pass keep_eval=("backbone.*",)')
+        raise ConfigError(
+            f"keep_eval={keep_eval!r} is not a tuple of names", where="program", hint='pass keep_eval=("backbone.*",)'
+        )
     if kinds := wrappers(model):
         warnings.warn(
             f"the model is wrapped by {' and '.join(kinds)}: the step uses the module inside, under its own names "
@@ -125,8 +123,7 @@ def program(
             stacklevel=3,
         )
     own = getattr(objective, "module", None)
-    policy = precision_.policy(precision)
-    from ..torch_ext import host_generators  # imports numpy.random
+    policy, sharp = precision_.policy(precision), checked(sam, accumulate)
 
     spec = Spec(
         template=functional.template(model, objective=own, keep_eval=keep_eval),
@@ -141,10 +138,9 @@ def program(
         engine=engine,
         halts=nonfinite == "raise",
         reach=Reach(),
-        host=host_generators.Host(),
         values=_checked_values(values),
-        gradients=gradients,
-        sam=checked(sam, accumulate),
+        gradients=gradients if sharp is None else gradients_of(sharp),
+        is_sharp=sharp is not None,
     )
     return _assembled(spec, model, own)
 
@@ -226,16 +222,10 @@ def _check_parts(model: Any, objective: Any, tx: Any) -> None:
 
 
 def _check_choices(*, accumulate: int, microbatches: int, tail: str, engine: str, nonfinite: str) -> None:
-    for name, value in (("accumulate", accumulate), ("microbatches", microbatches)):
-        if not is_count(value, 1):
-            raise ConfigError(f"{name} is {value!r}", where="program", hint=f"set {name}=1, or more")
-    for name, value, known in (
-        ("tail", tail, ("step", "carry", "drop")),
-        ("engine", engine, ("func", "autograd", "auto")),
-        ("nonfinite", nonfinite, ("raise", "skip")),
-    ):
-        if not isinstance(value, str) or value not in known:
-            raise ConfigError(f"{name} is {value!r}", where="program", hint=f"one of {known}")
+    check_count("program", least=1, accumulate=accumulate, microbatches=microbatches)
+    check_choice("program", ("step", "carry", "drop"), tail=tail)
+    check_choice("program", ("func", "autograd", "auto"), engine=engine)
+    check_choice("program", ("raise", "skip"), nonfinite=nonfinite)
 
 
 def _checked_values(values: Any) -> dict[str, numerics.Schedule]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -61,9 +62,11 @@ def checked(sam: Any, accumulate: int) -> Sam | None:
     if not isinstance(found, Sam):
         raise ConfigError(f"sam is a {type(sam).__name__}", where="program", hint="pass sam=0.05, or sam=ps.Sam(0.05)")
     if not is_number(found.rho) or not 0 < found.rho < float("inf"):
-        raise ConfigError(f"rho is {found.rho!r}, no number > 0", where="sam", hint="ps.Sam(0.05)")
+        raise ConfigError(f"rho={found.rho!r} must be a finite number greater than 0", where="sam", hint="ps.Sam(0.05)")
     if not isinstance(found.adaptive, bool):  # pyright: ignore[reportUnnecessaryIsInstance]  # may be of any type
-        raise ConfigError(f"adaptive is {found.adaptive!r}", where="sam", hint="ps.Sam(0.5, adaptive=True)")
+        raise ConfigError(
+            f"adaptive={found.adaptive!r} must be True or False", where="sam", hint="ps.Sam(0.5, adaptive=True)"
+        )
     if accumulate > 1:
         raise ConfigError(
             f"sam with accumulate={accumulate}: each call would look for the worst weights of its own micro-batch",
@@ -73,18 +76,20 @@ def checked(sam: Any, accumulate: int) -> Sam | None:
     return found
 
 
-def gradients(spec: Spec, form: Form, state: TrainState, batch: Batch, context: tuple[Any, ...]) -> Micro:
-    """The weighted mean gradient of a batch; with `Sam`, that at the worst weights nearby."""
-    first = gradient.gradients(spec, form, state, batch, context)
-    if spec.sam is None:
-        return first
-    grads = first.grads
-    if form.exchange is not None:
-        weight = form.exchange.sums([first.weight])[0]
-        grads = exchange.mean_gradients(form, state, grads, first.grad_weight, weight)
-    worst = state._replace(params=_worst(spec.sam, form, state.params, grads))
-    second = gradient.gradients(spec, form, worst, batch, context)
-    return second._replace(mean=first.mean, buffers=first.buffers, metrics=first.metrics)
+def gradients_of(sam: Sam) -> Callable[..., Micro]:
+    """Build `gradient.gradients` at the worst weights nearby."""
+
+    def gradients(spec: Spec, form: Form, state: TrainState, batch: Batch, context: tuple[Any, ...]) -> Micro:
+        first = gradient.gradients(spec, form, state, batch, context)
+        grads = first.grads
+        if form.exchange is not None:
+            weight = form.exchange.sums([first.weight])[0]
+            grads = exchange.mean_gradients(form, state, grads, first.grad_weight, weight)
+        worst = state._replace(params=_worst(sam, form, state.params, grads))
+        second = gradient.gradients(spec, form, worst, batch, context)
+        return second._replace(mean=first.mean, buffers=first.buffers, metrics=first.metrics)
+
+    return gradients
 
 
 def _worst(sam: Sam, form: Form, params: Params, grads: Params) -> Params:

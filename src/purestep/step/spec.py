@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
-from weakref import finalize
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,17 +17,13 @@ from ..model import functional
 from ..optim import numerics
 from ..types import Form, Metrics, Objective, Params, TrainState
 
-if TYPE_CHECKING:  # numpy.random, which `import purestep` does not load
-    from ..torch_ext import host_generators
-    from .sharpness import Sam
-
 
 def sum_is_divided(how: str, *, where: str) -> ConfigError:
     """The error for an objective that is a sum, where parts of a batch count as means. ``how`` divides the batch."""
     return ConfigError(
         f'the loss has reduction="sum", and {how}',
         where=where,
-        hint='reduction="mean", with a learning rate larger by the number of elements',
+        hint='reduction="mean"; with SGD multiply the learning rate by the number of elements, with Adam keep it',
     )
 
 
@@ -69,44 +63,19 @@ class Micro(NamedTuple):
 
 
 class Reach:
-    """The parameters that the loss of the last call did not reach. Dynamo reads this from a run on fake tensors, since
-    it cannot see autograd's graph; a flush reads it because it has no loss."""
-
-    known: ClassVar[dict[str, frozenset[str]]] = {}
-    """``unreached`` by ``name``, of all objects: a dict and strings, since Dynamo follows no weak references, and makes
-    an int that differs between two programs a variable."""
+    """The parameters that the loss of the last call did not reach. A flush reads this, because it has no loss, and
+    Dynamo, in a user's `torch.compile`, because it cannot see autograd's graph."""
 
     def __init__(self) -> None:
         self.unreached: frozenset[str] = frozenset()
         self.ever: frozenset[str] = frozenset()
-        self.name = f"reach {next(_numbers)}"
-        Reach.known[self.name] = self.unreached
-        finalize(self, Reach.known.pop, self.name, None)
-
-    def __reduce__(self) -> Any:  # a copy gets another name
-        return _copied, (self.unreached, self.ever)
+        self.is_first = True  # no call has looked for parameters of others
 
     def remember(self, unreached: frozenset[str]) -> None:
         """Store the parameters that a call's loss did not reach."""
         if unreached != self.unreached:
-            self.unreached = Reach.known[self.name] = unreached
+            self.unreached = unreached
             self.ever |= unreached
-
-
-_numbers = itertools.count()
-
-
-def _copied(unreached: frozenset[str], ever: frozenset[str]) -> Reach:
-    made = Reach()
-    made.remember(unreached)
-    made.ever = ever
-    return made
-
-
-def last_unreached(name: str) -> tuple[str, ...]:
-    """Unreached parameters of the last call, sorted, by `Reach.name`. In purestep's own graphs Dynamo takes the result
-    as a constant, without a guard; torch 2.11 does so only if the argument is one too."""
-    return tuple(sorted(Reach.known[name]))
 
 
 class Spec(NamedTuple):
@@ -124,10 +93,9 @@ class Spec(NamedTuple):
     engine: str
     halts: bool
     reach: Reach
-    host: host_generators.Host
     values: Mapping[str, numerics.Schedule]
     gradients: Callable[..., Micro]  # (spec, form, state, batch, context) -> Micro
-    sam: Sam | None = None
+    is_sharp: bool = False  # `gradients` are those of `Sam`
 
     def values_at(self, state: TrainState) -> dict[str, Tensor]:
         """The scheduled scalars of this state, shape=() each."""
@@ -138,3 +106,8 @@ class Spec(NamedTuple):
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype for sums of values of ``dtype``: at least float32."""
     return torch.float32 if dtype.itemsize < 4 else dtype
+
+
+def times(grad: Tensor, weight: Tensor) -> Tensor:
+    """Gradient x weight; 0 for weight 0, since the loss of a batch in which nothing counts is 0/0."""
+    return torch.where(weight > 0, grad * weight.to(grad.dtype), torch.zeros_like(grad))

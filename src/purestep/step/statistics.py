@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import cast
 
 import torch
 from torch import nn
@@ -14,7 +13,7 @@ from .. import precision as precision_
 from .. import rng, tree
 from ..model import functional
 from ..types import Batch, Empty, Exchange, Params, TrainState
-from .gradient import rows_of
+from .loss_checks import rows_of
 from .random_draws import drawn
 from .spec import Spec
 
@@ -44,7 +43,7 @@ class Statistics:
         self._view = ema_.default_view(state) if view is None else view
         self._chosen = whole(ema_.view(state, self._view))
         self._template = functional.rewritten(spec.template, _average_equally)
-        found = (name for layer in _layers(cast(nn.Module, self._template.train.model)) for name in _buffers(*layer))
+        found = (name for layer in _layers(self._template.train.model) for name in _buffers(*layer))
         self.names = tuple(name for name in found if name in self._chosen.buffers)
         """Names of the buffers that hold statistics; none without BatchNorm in train mode."""
         self.buffers: Params = {
@@ -66,7 +65,7 @@ class Statistics:
         stream = () if exchange is None else exchange.stream
         number = rng.mix(int(chosen.key[0]), "statistics", index, *stream)
         with torch.no_grad(), nullcontext() if exchange is None else exchange.call(counts):
-            found = drawn(spec.host, forward, number, chosen.step.device)
+            found = drawn(forward, number, chosen.step.device)
         after = {name: found[name].detach() for name in self.names}
         if exchange is not None:
             held = torch.ones((), device=chosen.step.device) if counts is None else counts.to(chosen.step.device)

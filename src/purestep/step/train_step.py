@@ -19,7 +19,7 @@ from .accumulation import accumulate, close
 from .gradient import kept_buffers
 from .random_draws import drawn_in_step
 from .spec import Accum, Micro, Spec, sum_is_divided
-from .update import apply, going, weight_or_nan
+from .update import apply, weight_or_nan
 
 
 def steps_of(spec: Spec, form: Form) -> Steps:
@@ -74,7 +74,7 @@ def _check_divisible(spec: Spec, form: Form) -> None:
     parts = [f"{name}={count}" for name, count in counts.items() if count > 1]
     parts += [] if form.exchange is None else ["several processes"]
     if parts:
-        how = f"the program {' and '.join(parts)}: steps would follow means of sums"
+        how = f"the program has {' and '.join(parts)}: steps would follow means of sums"
         raise sum_is_divided(how, where="program")
 
 
@@ -103,11 +103,18 @@ def _drawing(spec: Spec, form: Form, state: TrainState, batch: Batch, call: Call
     Raises:
         DataError: the call failed because a tensor of the batch is on another device. Not checked before the call: an
             operation may need an index on the CPU.
+        StepContractError: in a graph, the objective differentiates by the batch, which requires no gradient there.
     """
     stream = () if form.exchange is None else form.exchange.stream
     try:
-        return drawn_in_step(spec, state, call, *stream)
+        return drawn_in_step(state, call, *stream)
     except RuntimeError as error:
+        if tracing.in_graph() and "does not require grad" in str(error):
+            raise StepContractError(
+                "the objective differentiates by a tensor that requires no gradient: a batch is data inside a graph",
+                where="objective",
+                hint="call x = x.detach().requires_grad_() in the objective; it works in eager mode too",
+            ) from error
         here = state.step.device
         elsewhere = [path for path, leaf in tree.with_paths(batch) if getattr(leaf, "device", here) != here]
         if not elsewhere or "device" not in str(error):
@@ -137,5 +144,5 @@ def _reached(stored: dict[str, str], flags: dict[str, Tensor]) -> unused_paramet
 
 
 def _count_call(old: TrainState, new: TrainState) -> TrainState:
-    step = old.step + 1 if isinstance(old.halted, Empty) else old.step + going(old)
+    step = old.step + (1 if isinstance(old.halted, Empty) else old.halted == 0)
     return new._replace(step=step, key=old.key if tracing.in_graph() else rng.advance(old.key))

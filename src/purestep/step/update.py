@@ -1,7 +1,16 @@
-"""The update of one window or its rollback: the finite check, the transform, the average, the scaler."""
+"""The update of one window or its rollback: the finite check, the transform, the average, the scaler.
+
+The decision has one order: a halted state and a window without targets change nothing; a loss or gradient that is not
+finite lowers the scale, and halts the state where it cannot be lowered; an invalid learning rate halts it; else the
+update is applied. `_on_host` reads the facts and returns early, in an eager step on the CPU. `_on_device` computes both
+results, and selects one: the host would wait for a GPU, and a graph or a transform of `torch.func` has no values.
+"""
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -9,22 +18,24 @@ from torch import Tensor, nn
 
 from .. import optim, tree
 from ..errors import StepContractError
-from ..optim import base, numerics, unused_parameters
-from ..torch_ext import Flag, is_finite, read, tracing
-from ..torch_ext import decisions as flags
+from ..optim import base, unused_parameters
+from ..torch_ext import is_finite, tracing
 from ..types import Empty, Form, Mean, Metrics, Params, TrainState, Tree
 from .spec import Micro, Spec, wide
 
 _Rate = TypeVar("_Rate")
 
 
-class _Decision(NamedTuple):
-    """The facts that decide about the update of a window."""
+class _Window(NamedTuple):
+    """The state and the gradients of a window that is complete."""
 
-    goes_on: Flag  # the state has not halted
-    may_apply: Flag  # and the window has targets
-    finite: Flag  # its loss and its gradients, and updates of float16 parameters
-    usable: Flag  # every learning rate is in [0, inf)
+    spec: Spec
+    form: Form
+    state: TrainState
+    grads: Params  # stored form: mean gradient
+    norm: Tensor  # shape=(): of the gradients
+    buffers: Params  # after the forward pass, for their average
+    skipped: unused_parameters.Reached  # parameters without a gradient
 
 
 def apply(
@@ -36,7 +47,7 @@ def apply(
     verdict: Tensor,
     buffers: Params,
     skipped: unused_parameters.Reached,
-) -> tuple[TrainState, Metrics, Flag]:
+) -> tuple[TrainState, Metrics, Tensor]:
     """Compute the optimizer update of one window, and apply all of it or nothing.
 
     Args:
@@ -50,132 +61,217 @@ def apply(
         skipped: parameters without a gradient: they and their optimizer state do not change.
 
     Returns:
-        The next state, metrics, and True if targets count, and loss and gradients are finite, in a state that has not
-        halted.
+        The next state, metrics, and True (shape=()) if targets count, and loss and gradients are finite, in a state
+        that has not halted.
     """
     scale = spec.scaler.scale(state.scaler)
     if scale is not None:
         grads = unscaled(grads, scale)
     norm = ((form.exchange and form.exchange.norm) or optim.global_norm)(grads)
-    finite = flags.every(read(norm) < torch.inf, is_finite(read(verdict)))
-    goes_on = going(state)
-    decided = _Decision(goes_on, flags.every(goes_on, read(weight) != 0), finite, usable=True)
-    unused = _unused(skipped)
-    launch = None if unused is None else _launch(spec, form, state, grads)
-    if launch is not None and unused is not None:
-        ready = flags.every(finite, decided.may_apply, *map(numerics.usable, launch.rates))
-        if form.owned is not None:
-            form.owned()
-        with base.known_norm(grads, norm):
-            params, opt_state = launch.run(grads, ready, form.owned is not None, unused)
-        opt_state = unused_parameters.skip(dict.fromkeys(unused), state.params, state.opt_state, opt_state)
+    window = _Window(spec, form, state, grads, norm, buffers, skipped)
+    return (_on_host if tracing.may_branch(norm) else _on_device)(window, weight, verdict)
+
+
+# --- the host reads -------------------------------------------------------------------------------------------------
+
+
+def _on_host(window: _Window, weight: Tensor, verdict: Tensor) -> tuple[TrainState, Metrics, Tensor]:
+    spec, state = window.spec, window.state
+    if is_halted(state) or weight.item() == 0:
+        return _refused(window, finite=None)
+    if not (window.norm.item() < math.inf and abs(verdict.item()) < math.inf):
+        return _refused(window, finite=False)
+    kernel = _kernel(window)
+    if kernel is not None:
+        params, opt_state = _by_kernel(window, kernel, _in_range(kernel.rates))
     else:
-        deltas, opt_state = _updates(spec, form, state, grads, norm)
-        opt_state = unused_parameters.skip(skipped, state.params, state.opt_state, opt_state)
-        fits = _fits_float16(form, deltas)
-        decided = decided if fits is None else decided._replace(finite=flags.every(finite, flags.known(fits)))
-        params = optim.apply_updates(state.params, deltas)
-        params = unused_parameters.skip(skipped, state.params, state.params, params)
+        params, opt_state, fits = _by_tree(window)
+        if fits is not None and not fits.item():
+            return _refused(window, finite=False)
     rates = rates_of(opt_state)
-    # A schedule may return any value, computed on the device. A kernel's other rates are numbers, checked before.
-    valid = {name: numerics.usable(rate) for name, rate in rates.items()} if launch is None or launch.rates else {}
-    decided = decided._replace(usable=flags.every(*valid.values()))
-    attempted = flags.every(decided.usable, decided.may_apply)
-    applied = flags.every(decided.finite, attempted)
-    kept = _kept(spec, form, state, applied, params, opt_state, buffers, by_kernel=launch is not None)
-    scaler = state.scaler
+    # A schedule may return any value. A kernel's other rates are numbers, checked before.
+    if (kernel is None or kernel.rates) and not _in_range(rates.values()):
+        return _refused(window, finite=True, rates=rates)
+    params, opt_state, average = _with_average(window, params, opt_state, in_place=kernel is not None)
+    true = torch.ones((), dtype=torch.bool)
+    new = state._replace(
+        updates=state.updates + 1,
+        params=params,
+        opt_state=opt_state,
+        ema=average,
+        scaler=spec.scaler.update(state.scaler, true),
+    )
+    return new, _update_metrics(state, rates, window.norm.float(), applied=torch.ones(())), true
+
+
+def _in_range(rates: Iterable[Tensor]) -> bool:
+    """True if all learning rates are in [0, inf)."""
+    return all(0 <= rate.item() < math.inf for rate in rates)
+
+
+def _refused(
+    window: _Window, *, finite: bool | None, rates: dict[str, Tensor] | None = None
+) -> tuple[TrainState, Metrics, Tensor]:
+    """The state without an update. ``finite`` is None if the window does not count; ``rates`` are those of an update
+    of which one is invalid."""
+    spec, state = window.spec, window.state
+    scaler, fails = state.scaler, rates is not None
+    if finite is False:
+        false = torch.zeros((), dtype=torch.bool)
+        scaler = spec.scaler.update(state.scaler, false)
+        fails = bool(spec.scaler.exhausted(scaler, false))
+    kept = state.params, state.opt_state, state.ema
+    params, opt_state, average = kept if window.form.before_write is not None else tree.clone(kept)
+    new = state._replace(updates=state.updates + 0, params=params, opt_state=opt_state, ema=average, scaler=scaler)
+    if fails and not isinstance(state.halted, Empty):
+        new = new._replace(halted=state.step + 1)
+    shown = rates or {name: torch.zeros_like(rate) for name, rate in rates_of(state.opt_state).items()}
+    metrics = _update_metrics(state, shown, torch.zeros(()), applied=torch.zeros(()))
+    return new, metrics, torch.full((), finite is True)
+
+
+def _with_average(window: _Window, params: Params, opt_state: Tree, *, in_place: bool) -> tuple[Params, Tree, Tree]:
+    """The parameters, the optimizer state and their average after an update. ``in_place``: a kernel has made them."""
+    state, average, before_write = window.state, window.spec.average, window.form.before_write
+    update = average.update
+    if average.in_place is not None and before_write is not None:
+        before_write()
+        update = average.in_place
+    new = params, opt_state, update(state.ema, params, window.buffers, state.updates)
+    if in_place and average.in_place is not None:
+        return new
+    return _separate(new, (state.params, state.opt_state, state.ema), state)
+
+
+# --- the device selects ---------------------------------------------------------------------------------------------
+
+
+def _on_device(window: _Window, weight: Tensor, verdict: Tensor) -> tuple[TrainState, Metrics, Tensor]:
+    spec, state = window.spec, window.state
+    counts = weight != 0
+    if not isinstance(state.halted, Empty):
+        counts = counts & (state.halted == 0)
+    finite = (window.norm < torch.inf) & is_finite(verdict)  # a norm is not negative
+    kernel, old = _kernel(window), (state.params, state.opt_state, state.ema)
+    if kernel is None:
+        params, opt_state, fits = _by_tree(window)
+        finite = finite if fits is None else finite & fits
+        attempted = counts & finite
+    else:
+        attempted = counts & finite
+        params, opt_state = _by_kernel(window, kernel, _all(attempted, kernel.rates))
+    rates = rates_of(opt_state)
+    # A schedule may return any value. A kernel's other rates are numbers, checked before.
+    usable = None if kernel is not None and not kernel.rates else _usable(rates.values())
+    applied = attempted if usable is None else attempted & usable
+    if kernel is None:
+        average = spec.average.update(state.ema, params, window.buffers, state.updates)
+        params, opt_state, average = tree.where(applied, (params, opt_state, average), old)
+    else:
+        opt_state = _scalars_where(applied, opt_state, state.opt_state)
+        average = _average_where(window, applied, params)
+    scaler, halted = state.scaler, state.halted
     if not isinstance(scaler, Empty):
-        changed = spec.scaler.update(scaler, flags.tensor(decided.finite, norm.device))
-        scaler = tree.map(lambda new, old: flags.where(attempted, new, old), changed, scaler)
+        changes = counts if usable is None else counts & (usable | ~finite)
+        scaler = tree.where(changes, spec.scaler.update(scaler, finite), scaler)
+    if not isinstance(halted, Empty):
+        exhausted = spec.scaler.exhausted(scaler, finite)
+        fails = counts & (exhausted if usable is None else torch.where(finite, ~usable, exhausted))
+        halted = torch.where(fails, state.step + 1, halted)
     new = state._replace(
         updates=state.updates + applied,
-        params=kept[0],
-        opt_state=kept[1],
-        ema=kept[2],
+        params=params,
+        opt_state=opt_state,
+        ema=average,
         scaler=scaler,
-        halted=_halted(spec, state, scaler, decided, applied),
+        halted=halted,
     )
-    return new, _update_metrics(state, rates, valid, norm, applied), flags.every(decided.finite, decided.may_apply)
+    share = applied.float()  # 0 where nothing is attempted
+    shown = {
+        name: rate * share if usable is None else torch.where(attempted, rate, share) for name, rate in rates.items()
+    }
+    norm = torch.where(applied, window.norm.float(), share)
+    return new, _update_metrics(state, shown, norm, applied=share), attempted
 
 
-def _unused(skipped: unused_parameters.Reached) -> set[str] | None:
-    """The parameters without a gradient; None if the host may not read which."""
-    reached = {name: flag if flag is None else read(flag) for name, flag in skipped.items()}
-    if any(isinstance(flag, Tensor) for flag in reached.values()):
-        return None
-    return {name for name, flag in reached.items() if not flag}
+def _usable(rates: Iterable[Tensor]) -> Tensor | None:
+    """True if all learning rates are in [0, inf); None if there are none."""
+    found = [rate.sqrt() < torch.inf for rate in rates]  # the root of a negative number is nan
+    return functools.reduce(torch.logical_and, found) if found else None
 
 
-def _launch(spec: Spec, form: Form, state: TrainState, grads: Params) -> base.Launch | None:
-    """The transform's kernel for these tensors, if it has one, no graph is captured, and this process holds all
-    numbers."""
-    kernel, exchange = base.fast_of(spec.tx).kernel, form.exchange
-    if kernel is None or tracing.in_graph() or (exchange is not None and exchange.norm is not None):
-        return None
-    return kernel(grads, state.opt_state, state.params)
+def _all(flag: Tensor, rates: Iterable[Tensor]) -> Tensor:
+    """The flag, and True only if all learning rates are in [0, inf)."""
+    usable = _usable(rates)
+    return flag if usable is None else flag & usable
 
 
-def _kept(
-    spec: Spec,
-    form: Form,
-    state: TrainState,
-    applied: Flag,
-    params: Params,
-    opt_state: Tree,
-    buffers: Params,
-    *,
-    by_kernel: bool,
-) -> tuple[Params, Tree, Tree]:
-    """The parameters, the optimizer state and their average after the update, or the old ones where it is not applied.
-
-    In eager mode on the CPU the host reads the flag, which waits for nothing there, and one of the two is not computed.
-    """
-    old, new = (state.params, state.opt_state, state.ema), (params, buffers)
-    if isinstance(applied, Tensor):
-        if by_kernel:
-            return params, _where_not_by_kernel(applied, opt_state, old[1]), _averaged(spec, form, state, applied, *new)
-        average = spec.average.update(state.ema, params, buffers, state.updates)
-        return tree.where(applied, (params, opt_state, average), old)
-    if not applied:
-        return old if form.owned is not None else tree.clone(old)
-    in_place, update = spec.average.in_place, spec.average.update
-    if in_place is not None and form.owned is not None:
-        form.owned()
-        update = in_place
-    average = update(state.ema, params, buffers, state.updates)
-    if by_kernel and in_place is not None:
-        return params, opt_state, average
-    return _separate((params, opt_state, average), old, state)
-
-
-def _averaged(spec: Spec, form: Form, state: TrainState, applied: Tensor, params: Params, buffers: Params) -> Tree:
-    """The average of an update by a kernel, which has left the parameters as they were unless it is applied."""
-    if spec.average.where is not None:
-        found = spec.average.where(state.ema, params, buffers, state.updates, applied, form.owned is not None)
-        if found is not None:
-            return found
-    return tree.where(applied, spec.average.update(state.ema, params, buffers, state.updates), state.ema)
-
-
-def _where_not_by_kernel(condition: Tensor, new: Tree, old: Tree) -> Tree:
+def _scalars_where(applied: Tensor, new: Tree, old: Tree) -> Tree:
     """`tree.where` of counts and scalars; a kernel has kept the other tensors."""
 
     def chosen(n: Tensor, o: Tensor) -> Tensor:
-        return n if n is o or (n.dim() and n.is_floating_point()) else torch.where(condition, n, o)
+        return n if n is o or (n.dim() and n.is_floating_point()) else torch.where(applied, n, o)
 
     return tree.map(chosen, new, old)
 
 
-def _updates(spec: Spec, form: Form, state: TrainState, grads: Params, norm: Tensor) -> tuple[Params, Tree]:
-    """The updates and the optimizer state. With several processes, of all their pieces."""
-    if form.exchange is not None:
-        result = form.exchange.update(spec.tx.update, grads, state.opt_state, state.params, norm)
+def _average_where(window: _Window, applied: Tensor, params: Params) -> Tree:
+    """The average of an update by a kernel, which has left the parameters as they were unless it is applied."""
+    state, average, buffers = window.state, window.spec.average, window.buffers
+    if average.where is not None:
+        found = average.where(state.ema, params, buffers, state.updates, applied, window.form.before_write is not None)
+        if found is not None:
+            return found
+    return tree.where(applied, average.update(state.ema, params, buffers, state.updates), state.ema)
+
+
+# --- the transform --------------------------------------------------------------------------------------------------
+
+
+def _kernel(window: _Window) -> base.Launch | None:
+    """The transform's fused kernel for these tensors, if it has one, no graph is captured, this process holds all
+    numbers, and the host knows which parameters are unused."""
+    kernel, exchange = base.fast_of(window.spec.tx).kernel, window.form.exchange
+    if kernel is None or tracing.in_graph() or (exchange is not None and exchange.norm is not None):
+        return None
+    if _unused(window.skipped) is None:
+        return None
+    return kernel(window.grads, window.state.opt_state, window.state.params)
+
+
+def _unused(skipped: unused_parameters.Reached) -> set[str] | None:
+    """The parameters without a gradient; None if the host may not read which."""
+    if any(flag is not None and not tracing.may_branch(flag) for flag in skipped.values()):
+        return None
+    return {name for name, flag in skipped.items() if flag is None or not flag.item()}
+
+
+def _by_kernel(window: _Window, kernel: base.Launch, ready: Tensor | bool) -> tuple[Params, Tree]:
+    """The parameters and the optimizer state by a fused kernel, which writes nothing unless ``ready``."""
+    before_write, state, unused = window.form.before_write, window.state, _unused(window.skipped) or set[str]()
+    if before_write is not None:
+        before_write()
+    with base.known_norm(window.grads, window.norm):
+        params, opt_state = kernel.run(window.grads, ready, before_write is not None, unused)
+    return params, unused_parameters.skip(dict.fromkeys(unused), state.params, state.opt_state, opt_state)
+
+
+def _by_tree(window: _Window) -> tuple[Params, Tree, Tensor | None]:
+    """The parameters and the optimizer state by `Transform.update`, and `_fits_float16`."""
+    form, state = window.form, window.state
+    update, args = window.spec.tx.update, (window.grads, state.opt_state, state.params)
+    if form.exchange is not None:  # of all pieces
+        result = form.exchange.update(update, *args, window.norm)
     elif tracing.in_graph():  # which computes equal norms once
-        result = spec.tx.update(grads, state.opt_state, state.params)
+        result = update(*args)
     else:
-        with base.known_norm(grads, norm):
-            result = spec.tx.update(grads, state.opt_state, state.params)
-    return _of_transform(result, state.params)
+        with base.known_norm(window.grads, window.norm):
+            result = update(*args)
+    deltas, opt_state = _checked(result, state.params)
+    opt_state = unused_parameters.skip(window.skipped, state.params, state.opt_state, opt_state)
+    params = optim.apply_updates(state.params, deltas)
+    params = unused_parameters.skip(window.skipped, state.params, state.params, params)
+    return params, opt_state, _fits_float16(form, deltas)
 
 
 def unscaled(grads: Params, scale: Tensor) -> Params:
@@ -184,7 +280,7 @@ def unscaled(grads: Params, scale: Tensor) -> Params:
     return {name: (g.to(wide(g.dtype)) * inverse[wide(g.dtype)]).to(g.dtype) for name, g in grads.items()}
 
 
-def _of_transform(found: Any, params: Params) -> tuple[Params, Tree]:
+def _checked(found: Any, params: Params) -> tuple[Params, Tree]:
     """Return the result of ``tx.update`` after a check.
 
     Raises:
@@ -220,44 +316,62 @@ def _fits_float16(form: Form, deltas: Params) -> Tensor | None:
     return form.exchange.total((~fits).float()) == 0
 
 
-def going(state: TrainState) -> Flag:
-    """True unless the state has halted."""
-    return True if isinstance(state.halted, Empty) else read(state.halted) == 0
+# --- other parts of a state -----------------------------------------------------------------------------------------
 
 
-def _halted(spec: Spec, state: TrainState, scaler: Tree, decided: _Decision, applied: Flag) -> Tree:
-    if isinstance(state.halted, Empty) or applied is True:
-        return state.halted
-    exhausted = spec.scaler.exhausted(scaler, flags.tensor(decided.finite, state.halted.device))
-    fails = flags.every(exhausted, decided.may_apply)
-    if decided.usable is not True:
-        fails = fails | flags.every(decided.goes_on, flags.negated(decided.usable))
-    return torch.where(flags.tensor(fails, state.halted.device), state.step + 1, state.halted)
+def is_halted(state: TrainState) -> bool:
+    """True if the state has halted; the host may branch on it."""
+    return not isinstance(state.halted, Empty) and state.halted.item() != 0
 
 
-def _update_metrics(
-    state: TrainState, rates: dict[str, Tensor], valid: dict[str, Flag], norm: Tensor, applied: Flag
-) -> Metrics:
-    counted = flags.tensor(applied, norm.device).float()
-    one = torch.ones_like(counted)
-    reported = {name: _reported(rate, valid.get(name, True), counted) for name, rate in rates.items()}
+def kept_if_halted(state: TrainState, new: Tree, old: Tree) -> Tree:
+    """The new leaves, which are of this call, or copies of the old ones if the state has halted."""
+    if isinstance(state.halted, Empty):
+        return _separate(new, old, state) if tracing.may_branch(state.step) else new
+    if not tracing.may_branch(state.halted):
+        return tree.where(state.halted == 0, new, old)
+    return tree.clone(old) if is_halted(state) else _separate(new, old, state)
+
+
+def _separate(new: Tree, old: Tree, state: TrainState) -> Tree:
+    """The new leaves, copied if they share memory with the state or each other: a transform may store its arguments."""
+    used = {leaf.data_ptr() for leaf in tree.leaves(state) if type(leaf) in (Tensor, nn.Parameter)}
+
+    def own(n: Any, o: Any) -> Any:
+        if n is o:
+            return o
+        if type(n) is Tensor and n.data_ptr() not in used and n.untyped_storage().nbytes() == n.nbytes:
+            used.add(n.data_ptr())
+            return n if n.dtype == o.dtype else n.to(torch.promote_types(n.dtype, o.dtype))
+        return torch.where(torch.ones((), dtype=torch.bool), n, o)
+
+    return tree.map(own, new, old)
+
+
+def weight_or_nan(micro: Micro) -> Tensor:
+    """The weight, or nan if the loss is not finite: the sum over a window is then nan at its end."""
+    bad = ~is_finite(micro.mean) & (micro.weight != 0)
+    return torch.where(bad, torch.full_like(micro.weight, torch.nan), micro.weight)
+
+
+# --- metrics --------------------------------------------------------------------------------------------------------
+
+
+def _update_metrics(state: TrainState, rates: dict[str, Tensor], norm: Tensor, *, applied: Tensor) -> Metrics:
+    """Metrics of an update with the weight ``applied`` (1.0 or 0.0). A rate that is refused is a total with weight 0:
+    no mean counts it, and the host can report it."""
+    one = torch.ones_like(applied)
+    reported = {name: Mean(rate, applied) for name, rate in rates.items()}
     first = next(iter(reported.values()), None)
     metrics = {
-        "lr": Mean(torch.where(counted > 0, torch.nan, counted), counted) if first is None else first,
-        # The norm of an update that is applied is finite.
-        "grad_norm": Mean(flags.where(applied, norm.float(), counted), counted),
-        "applied": Mean(counted, one),
+        "lr": Mean(torch.where(applied > 0, torch.nan, applied), applied) if first is None else first,
+        "grad_norm": Mean(norm, applied),
+        "applied": Mean(applied, one),
     }
     metrics |= group_rates(reported)
     if not isinstance(state.scaler, Empty):
         metrics["scale"] = Mean(state.scaler.scale, one)  # the scale of this update
     return metrics
-
-
-def _reported(rate: Tensor, usable: Flag, counted: Tensor) -> Mean:
-    """The rate of an applied update. An invalid rate becomes a total with weight 0: no mean counts it, and the host can
-    report it."""
-    return Mean(rate * counted if usable is True else flags.where(usable, rate * counted, rate), counted)
 
 
 def group_rates(rates: dict[str, _Rate]) -> dict[str, _Rate]:
@@ -277,34 +391,3 @@ def rates_of(opt_state: Tree) -> dict[str, Tensor]:
 def rate_names(state: TrainState) -> frozenset[str]:
     """Names of a step's metrics that are learning rates: ``lr``, and ``lr/<group>`` if there are several groups."""
     return frozenset(("lr", *group_rates(rates_of(state.opt_state))))
-
-
-def weight_or_nan(micro: Micro) -> Tensor:
-    """The weight, or nan if the loss is not finite: the sum over a window is then nan at its end."""
-    bad = flags.negated(is_finite(read(micro.mean))) & (read(micro.weight) != 0)
-    return flags.where(bad, torch.full_like(micro.weight, torch.nan), micro.weight)
-
-
-def either(condition: Flag, new: Tree, old: Tree, *, state: TrainState) -> Tree:
-    """Select leaves like `tree.where`; where the host may branch, without copies of what is selected. The new leaves
-    are of this call."""
-    if isinstance(condition, Tensor):
-        return tree.where(condition, new, old)
-    if not tracing.may_branch(state.step):
-        return new  # of a state that cannot halt
-    return _separate(new, old, state) if condition else tree.clone(old)
-
-
-def _separate(new: Tree, old: Tree, state: TrainState) -> Tree:
-    """The new leaves, copied if they share memory with the state or each other: a transform may store its arguments."""
-    used = {leaf.data_ptr() for leaf in tree.leaves(state) if type(leaf) in (Tensor, nn.Parameter)}
-
-    def own(n: Any, o: Any) -> Any:
-        if n is o:
-            return o
-        if type(n) is Tensor and n.data_ptr() not in used and n.untyped_storage().nbytes() == n.nbytes:
-            used.add(n.data_ptr())
-            return n if n.dtype == o.dtype else n.to(torch.promote_types(n.dtype, o.dtype))
-        return torch.where(torch.ones((), dtype=torch.bool), n, o)
-
-    return tree.map(own, new, old)

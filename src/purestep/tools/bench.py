@@ -13,6 +13,7 @@ import torch
 
 from .. import data, tree
 from ..errors import ConfigError, DataError
+from ..state import check_count
 from ..types import Tree
 
 
@@ -88,8 +89,8 @@ def benchmark(
         >>> len(report.timings)
         1
     """
-    if calls < 1 or blocks < 2:
-        raise ConfigError(f"calls={calls}, blocks={blocks}", where="benchmark", hint="pass calls >= 1, blocks >= 2")
+    check_count("benchmark", least=1, calls=calls)
+    check_count("benchmark", least=2, blocks=blocks)
     device = data.device_of(state)
     contestants = [_Contestant(each, state, batch) for each in (step, against) if each is not None]
     lead = len(contestants) - 1

@@ -6,12 +6,9 @@ tensor_layout    the memory of a tensor: its extent, overlaps, formats
 draws            random numbers of a graph and of the members of an ensemble, as in eager mode
 tracing          is this call captured, mapped or differentiated, and may the host read this value
 foreach          one call for many tensors, under plain names
-decisions        a decision of a step: a bool where the host may read, else a tensor
 """
 
-from .decisions import Flag as Flag
-from .decisions import Value as Value
-from .decisions import every as every
-from .decisions import is_finite as is_finite
-from .decisions import read as read
 from .tensor_layout import extent as extent
+from .tracing import Value as Value
+from .tracing import is_finite as is_finite
+from .tracing import read as read

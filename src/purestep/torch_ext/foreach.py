@@ -16,12 +16,7 @@ _torch: Any = torch  # torch's stubs do not export these names
 
 
 def norm(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The 2-norm of each tensor, shape=().
-
-    Example:
-        >>> [each.item() for each in norm([torch.tensor([3.0, 4.0]), torch.ones(1)])]
-        [5.0, 1.0]
-    """
+    """The 2-norm of each tensor, shape=()."""
     return list(_torch._foreach_norm(tensors))
 
 
@@ -40,74 +35,32 @@ def clone(tensors: Sequence[Tensor]) -> list[Tensor]:
     return made
 
 
-def scaled(tensors: Sequence[Tensor], factor: float | Tensor) -> list[Tensor]:
-    """``tensor * factor`` for each tensor; the factor is a number, or has shape=() and the tensors' dtype.
-
-    Example:
-        >>> scaled([torch.ones(1)], 2.0)
-        [tensor([2.])]
-    """
-    return list(_torch._foreach_mul(tensors, factor))
-
-
 def scale_(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
-    """As `scaled`, in place.
-
-    Example:
-        >>> values = [torch.ones(1)]
-        >>> scale_(values, 3.0)
-        >>> values
-        [tensor([3.])]
-    """
+    """Multiply each tensor in place; the factor is a number, or has shape=() and the tensors' dtype."""
     _torch._foreach_mul_(tensors, factor)
 
 
-def lerp(old: Sequence[Tensor], new: Sequence[Tensor], weight: float) -> list[Tensor]:
-    """``old + weight * (new - old)`` for each pair of one dtype.
-
-    Example:
-        >>> lerp([torch.zeros(1)], [torch.ones(1)], 0.25)
-        [tensor([0.2500])]
-    """
-    return list(_torch._foreach_lerp(old, new, weight))
-
-
-def lerp_(old: Sequence[Tensor], new: Sequence[Tensor], weight: float) -> None:
-    """As `lerp`, written into ``old``.
-
-    Example:
-        >>> average = [torch.zeros(1)]
-        >>> lerp_(average, [torch.ones(1)], 0.5)
-        >>> average
-        [tensor([0.5000])]
-    """
+def lerp(old: Sequence[Tensor], new: Sequence[Tensor], weight: float, *, in_place: bool) -> list[Tensor]:
+    """``old + weight * (new - old)`` for each pair of one dtype; ``in_place`` writes it into ``old``."""
+    if not in_place:
+        return list(_torch._foreach_lerp(old, new, weight))
     _torch._foreach_lerp_(old, new, weight)
+    return list(old)
 
 
-def average(old: Sequence[Tensor], new: Sequence[Tensor], weight: Tensor) -> list[Tensor]:
+def average(old: Sequence[Tensor], new: Sequence[Tensor], weight: Tensor, *, in_place: bool) -> list[Tensor]:
     """``(1 - weight) * old + weight * new`` for each pair; the weight has shape=() and the tensors' dtype. Exact where
-    the weight is 0 or 1 and both are finite.
+    the weight is 0 or 1 and both are finite. ``in_place`` writes it into ``old``.
 
     Example:
-        >>> average([torch.zeros(1)], [torch.ones(1)], torch.tensor(0.25))
+        >>> average([torch.zeros(1)], [torch.ones(1)], torch.tensor(0.25), in_place=False)
         [tensor([0.2500])]
     """
-    mixed = scaled(old, 1 - weight)
-    _torch._foreach_add_(mixed, scaled(new, weight))
+    mixed = list(old) if in_place else list(_torch._foreach_mul(old, 1 - weight))
+    if in_place:
+        _torch._foreach_mul_(mixed, 1 - weight)
+    _torch._foreach_add_(mixed, _torch._foreach_mul(new, weight))
     return mixed
-
-
-def average_(old: Sequence[Tensor], new: Sequence[Tensor], weight: Tensor) -> None:
-    """As `average`, written into ``old``.
-
-    Example:
-        >>> shadow = [torch.zeros(1)]
-        >>> average_(shadow, [torch.ones(1)], torch.tensor(1.0))
-        >>> shadow
-        [tensor([1.])]
-    """
-    scale_(old, 1 - weight)
-    _torch._foreach_add_(old, scaled(new, weight))
 
 
 def where(condition: Tensor, new: Sequence[Tensor], old: Sequence[Tensor]) -> list[Tensor]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 
 def is_dense(leaf: Tensor) -> bool:
@@ -99,7 +100,7 @@ def layout_guard(tensors: Sequence[Any]) -> Callable[..., bool] | None:
         >>> same is None or (same(torch.zeros(2)), same(torch.zeros(3)))
         (True, False)
     """
-    if not all(type(leaf) is Tensor for leaf in tensors):
+    if not all(type(leaf) in (Tensor, Parameter) for leaf in tensors):
         return None
     with suppress(Exception):  # another torch, or a layout without strides
         guards: Any = importlib.import_module("torch._C._dynamo.guards")

@@ -10,9 +10,9 @@ from __future__ import annotations
 import importlib
 import traceback
 from collections.abc import Generator, Iterable, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ _forward: Any = importlib.import_module("torch.autograd.forward_ad")
 _capturing: ContextVar[bool] = ContextVar("capturing", default=False)
 
 
-LIBRARIES = (torch.__file__.rpartition("__init__")[0], __file__.rpartition("tracing")[0])
+LIBRARIES = (torch.__file__.rpartition("__init__")[0], __file__.rpartition("torch_ext")[0])
 """The directories of torch and of purestep."""
 
 
@@ -50,9 +50,8 @@ def user_line(error: BaseException) -> str:
 
 
 def in_graph() -> bool:
-    """True while a graph is captured. Do not seed then: the host has seeded once for the whole graph.
-
-    Dynamo cannot capture seeding, and in a trace a seed would be a constant.
+    """True while a graph is captured, by purestep or by a user's `torch.compile`. Do not seed then: in a trace a seed
+    would be a constant, and Dynamo cannot capture seeding.
 
     Example:
         >>> in_graph()
@@ -122,31 +121,6 @@ def transformed() -> bool:
     return _functorch.maybe_current_level() is not None or _forward._current_level >= 0
 
 
-@contextmanager
-def no_transforms_left() -> Generator[None]:
-    """Leave the transforms of `torch.func` that the block has entered, if it raises.
-
-    Dynamo's graph enters a transform by one call and leaves it by another, which an error skips. Torch 2.11 has a
-    function for this, but it leaves two transforms at a time, and fails if there is one.
-
-    Example:
-        >>> with no_transforms_left():
-        ...     transformed()
-        False
-    """
-    depth = _functorch.get_dynamic_layer_stack_depth()
-    try:
-        yield
-    except BaseException:
-        while _functorch.get_dynamic_layer_stack_depth() > depth:
-            kind = _functorch.peek_interpreter_stack().key().name.lower().replace("functionalize", "func")
-            getattr(_functorch, f"_{kind}_decrement_nesting")()
-            if kind == "jvp":
-                with suppress(RuntimeError):  # the error came before this level was entered
-                    _C._exit_dual_level(level=0)
-        raise
-
-
 def followed(leaves: Iterable[Tensor]) -> bool:
     """True if autograd records what is computed from these tensors, or a transform is active.
 
@@ -169,6 +143,30 @@ def may_read(value: Tensor) -> bool:
 def may_branch(value: Tensor) -> bool:
     """True if Python may branch on the tensor's value without a wait: `may_read`, and it is on the CPU."""
     return value.device.type == "cpu" and may_read(value)
+
+
+Value: TypeAlias = Tensor | float
+"""A number that the host knows, or a tensor that holds it."""
+
+
+def read(value: Tensor) -> Value:
+    """The number in a 0-d tensor if `may_branch`; else, and for other shapes, the tensor.
+
+    Example:
+        >>> float(read(torch.tensor(0.5))), read(torch.ones(2))
+        (0.5, tensor([1., 1.]))
+    """
+    return value.item() if value.dim() == 0 and may_branch(value) else value
+
+
+def is_finite(value: Tensor) -> Tensor:
+    """Like `torch.isfinite` for floating numbers, in two operations in place of four: nan < inf is False.
+
+    Example:
+        >>> is_finite(torch.tensor([torch.nan, -torch.inf, 1.0]))
+        tensor([False, False,  True])
+    """
+    return abs(value) < torch.inf
 
 
 def may_overwrite(leaves: Iterable[Tensor]) -> bool:

@@ -1,81 +1,38 @@
-"""What a compiled step brings itself on the CPU: products, attention, sums of rows, and the memory they work in."""
+"""Native code of graphs on the CPU: products, attention, sums of rows, and the memory it works in."""
 
 from __future__ import annotations
 
-import importlib
+import ctypes
 import itertools
 import os
-import random
 import subprocess
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from helpers import assert_trees_close
 from torch import Tensor, library, nn
-from torch._inductor import codecache, config, cpu_vec_isa
+from torch._inductor import config
 from torch.nn import functional
 
 import purestep as ps
-from purestep.compile import inductor_fixes
-from purestep.compile.cpu import (
-    attention,
-    backend,
-    cpp_kernel,
-    embedding_grad,
-    gemm,
-    graph_key,
-    launcher,
-    offset_pointers,
-    workspace,
-)
-from purestep.compile.cpu import code_cache as kept
-from purestep.errors import StepContractError
+from purestep.compile import capture, inductor_fixes
+from purestep.compile.cpu import attention, backend, cpp_library
 
-if not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
-    pytest.skip("the kernels are for processors with AVX2 or AVX-512", allow_module_level=True)
-if not backend._KNOWN:
-    pytest.skip("native code is made with torch 2.13 and later", allow_module_level=True)
-
-wrapper: Any = importlib.import_module("purestep.compile.cpu.cpp_wrapper")  # loads inductor
+pytestmark = pytest.mark.usefixtures("no_fallback")
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@pytest.fixture(autouse=True)
-def made_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No code of an earlier test or run: some of these break the kernels, and all look at what inductor is given."""
-    monkeypatch.setattr(kept, "name", lambda *_: None)
-
-
 def compiled(function: Callable[..., list[Tensor]], *inputs: Tensor) -> Callable[..., list[Tensor]]:
     """The function as native code, for tensors like these; called with these where it is given none."""
-    with torch.no_grad():
-        run, _ = backend.compiled(graph_key.record(function, list(inputs)), options=None)
-    return lambda *others: list(run(list(others or inputs)))
-
-
-def written(function: Callable[..., list[Tensor]], *inputs: Tensor) -> tuple[str, Callable[..., list[Tensor]]]:
-    """The graph that inductor is given, as text, and its native code."""
-    from torch._inductor import compile_fx
-
-    seen: list[str] = []
-    inner = compile_fx.compile_fx_inner
-
-    def look(graph: Any, *args: Any, **kwargs: Any) -> Any:
-        seen.append(graph.code)
-        return inner(graph, *args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compile_fx, "compile_fx_inner", look)
-        run = compiled(function, *inputs)
-    return seen[0], run
+    run, _, outside = capture.trace(function, list(inputs), backend="inductor", options=None)
+    return lambda *others: list(run([*(others or inputs), *outside]))
 
 
 @contextmanager
@@ -91,6 +48,26 @@ def threads(count: int) -> Iterator[None]:
 def close(found: list[Tensor], expected: list[Tensor], tolerance: float = 1e-5) -> None:
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other.to(one.dtype), rtol=tolerance, atol=tolerance * 10)
+
+
+def in_a_thread(function: Callable[[], Any]) -> Any:
+    """What a function returns in a thread of its own, whose memory is new."""
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(function()))
+    thread.start()
+    thread.join(300)
+    return found[0]
+
+
+@pytest.mark.parametrize("version", ["2.12.1", "2.14.0+cpu", "3.0.0"])
+def test_another_torch_is_left_to_inductors_public_entry(version: str, monkeypatch: pytest.MonkeyPatch):
+    assert backend.suits([torch.zeros(1)])
+    monkeypatch.setattr(torch, "__version__", version)
+    assert not backend.suits([torch.zeros(1)])
+
+
+def test_a_graph_on_another_device_is_left_to_inductors_public_entry():
+    assert not backend.suits([torch.zeros(1), torch.zeros(1, device="meta")])
 
 
 # --- products ---------------------------------------------------------------------------------------------------------
@@ -112,88 +89,53 @@ def operands() -> list[tuple[Tensor, Tensor]]:
     found += [
         (torch.randn(3, 20, 40), torch.randn(3, 40, 35)),
         (torch.randn(40, 3, 20).permute(1, 2, 0), torch.randn(3, 40, 9)),
+        *((torch.ones(2, m, k), torch.ones(2, k, n)) for m, k, n in ((0, 4, 5), (4, 0, 5), (4, 5, 0))),
     ]
     return found
 
 
-def all_products(*tensors: Tensor) -> list[Tensor]:
-    return [a @ b for a, b in zip(tensors[::2], tensors[1::2], strict=True)]
+def product(a: Tensor, b: Tensor, kernel: Any = None, bias: Tensor | None = None) -> Tensor:
+    """``a @ b``, or ``a @ b + bias``, by the kernel."""
+    made = torch.full((*a.shape[:-1], b.shape[-1]), torch.nan)
+    (ag, am, ak), (bg, bk, bn), (cg, cm, _) = ((0, *each.stride())[-3:] for each in (a, b, made))
+    groups = a.shape[0] if a.dim() == 3 else 1
+    plan = [1, groups, *made.shape[-2:], a.shape[-1], 0, ag, am, ak, 0, bg, bk, bn, 0, cg, cm]
+    call = (kernel or cpp_library.loaded()).purestep_product
+    pointers = (None if each is None else ctypes.c_void_p(each.data_ptr()) for each in (a, b, made, bias))
+    call(*pointers, (ctypes.c_int64 * len(plan))(*plan))
+    return made
 
 
 def test_products_of_any_size_and_strides_on_any_number_of_threads():
-    pairs = operands()
-    flat = [tensor for pair in pairs for tensor in pair]
-    expected = [(a.double() @ b.double()) for a, b in pairs]
-    # Views are made inside, so that the graph sees their strides and offsets.
-    run = compiled(all_products, *flat)
-    with threads(1):
-        alone = run()
-    with threads(2):
-        together = run()
-    close(alone, expected)
-    assert all(torch.equal(one, other) for one, other in zip(alone, together, strict=True))
+    for a, b in operands():
+        for bias in (None, torch.randn(b.shape[-1])):
+            with threads(1):
+                alone = product(a, b, bias=bias)
+            with threads(2):
+                together = product(a, b, bias=bias)
+            close([alone], [a.double() @ b.double() + (0 if bias is None else bias)])
+            assert torch.equal(alone, together)
 
 
 @pytest.mark.parametrize(
     ("right", "wrong"),
-    [("at > 0", "false"), ("a += ROWS * k", "a += 0"), ("i * am", "0"), ("p * bn", "0")],
-    ids=["forgets what it summed", "the first block again", "the first rows again", "the first panel again"],
+    [
+        pytest.param("at ? c : bias", "bias", id="forgets what it summed"),
+        pytest.param("at ? c : bias", "at ? c : nullptr", id="forgets the bias"),
+        pytest.param("add ? add + p", "add ? add", id="the first columns of the bias again"),
+        pytest.param("a += ROWS * k", "a += 0", id="the first block again"),
+        pytest.param("i * am", "0", id="the first rows again"),
+        pytest.param("p * bn", "0", id="the first panel again"),
+    ],
 )
-def test_a_kernel_with_a_fault_is_seen(right: str, wrong: str, monkeypatch: pytest.MonkeyPatch):
-    assert right in gemm.KERNEL.source
-    broken = gemm.KERNEL._replace(source=gemm.KERNEL.source.replace(right, wrong))
-    monkeypatch.setattr(gemm, "KERNEL", broken)
-    monkeypatch.setattr(gemm, "VERSION", broken.version)
-    cpp_kernel.register.cache_clear()
-    try:
-        a, b = torch.randn(600, 300).t(), torch.randn(600, 40)
-        run = compiled(all_products, a, b)
-        with pytest.raises(AssertionError):
-            close(run(), [a.double() @ b.double()])
-    finally:
-        monkeypatch.undo()
-        cpp_kernel.register.cache_clear()
-
-
-def test_which_products_the_kernel_takes():
-    a, bias = torch.randn(8, 8), torch.randn(8)
-
-    def function(a: Tensor, bias: Tensor) -> list[Tensor]:
-        return [
-            torch.addmm(bias, a, a),
-            torch.addmm(bias, a, a, beta=2.0),
-            a.double() @ a.double(),
-            a.bfloat16() @ a.bfloat16(),
-        ]
-
-    text, run = written(function, a, bias)
-    assert text.count("purestep.product") == 1  # the plain one of float32
-    found, expected = run(), function(a, bias)
-    close(found[:3], expected[:3])
-    close(found[3:], expected[3:], 1e-2)
-
-
-def test_a_product_of_nothing():
-    pairs = [(torch.ones(2, m, k), torch.ones(2, k, n)) for m, k, n in ((0, 4, 5), (4, 0, 5), (4, 5, 0))]
-
-    def function(*tensors: Tensor) -> list[Tensor]:
-        given = zip(tensors[::2], tensors[1::2], strict=True)
-        return [torch.ops.purestep.product(a, b, "plain", gemm.VERSION) + 1 for a, b in given]
-
-    close(compiled(function, *(tensor for pair in pairs for tensor in pair))(), [a @ b + 1 for a, b in pairs])
-
-
-def test_gradients_are_written_where_the_packed_state_has_them():
-    """Two parts of a vector, and one that is used elsewhere too and has to be copied in."""
-    a, b = torch.randn(9, 20), torch.randn(20, 33)
-
-    def function(a: Tensor, b: Tensor) -> list[Tensor]:
-        once, turned, twice = a @ b, (b.t() @ a.t()).t(), (a * 2) @ b
-        return [torch.cat([once.reshape(-1), turned.reshape(-1), twice.reshape(-1)]) * 3, twice.sum(0)]
-
-    text, run = written(function, a, b)
-    assert text.count("'flat'") == 1
-    close(run(), function(a.double(), b.double()))
+def test_a_kernel_with_a_fault_is_seen(right: str, wrong: str, tmp_path: Path):
+    source = cpp_library.source("gemm.cpp")
+    assert right in source
+    cpp_library._build(source.replace(right, wrong), str(tmp_path / "step.so"))
+    a, b, bias = torch.randn(600, 300).t(), torch.randn(600, 40), torch.randn(40)
+    close([product(a, b, bias=bias)], [a.double() @ b.double() + bias])
+    with pytest.raises(AssertionError):
+        close([product(a, b, ctypes.CDLL(str(tmp_path / "step.so")), bias)], [a.double() @ b.double() + bias])
 
 
 def test_the_same_products_with_narrower_vectors():
@@ -209,6 +151,51 @@ def test_the_same_products_with_narrower_vectors():
     assert done.returncode == 0, done.stderr
 
 
+def of_every_kind(a: Tensor, b: Tensor, bias: Tensor) -> list[Tensor]:
+    """Products that the kernel takes, and others: a result whose columns lie apart, other factors, other dtypes."""
+    return [
+        a @ b,
+        a.view(2, 30, 50) @ b,
+        torch.bmm(a.view(2, 30, 50), b.t().expand(2, 70, 50).transpose(1, 2)),
+        torch.addmm(bias, a, b),
+        torch.addmm(bias, a, b, beta=2.0),
+        torch.addmm(bias[:1], a, b),
+        torch.addmm(bias.expand(60, 70), a, b),
+        a.double() @ b.double(),
+        a.bfloat16() @ b.bfloat16(),
+    ]
+
+
+SEVENS = """
+  for (int64_t h = 0; h < heads; h++)
+    for (int64_t i = 0; i < m; i++)
+      for (int64_t j = 0; j < n; j++) c[h * ch + i * cm + j] = 7;
+  return;
+"""
+WHICH = """
+import torch
+import test_backend as here
+from purestep.compile.cpu import cpp_library
+true, line = cpp_library.source, "  if (groups * heads * m * n == 0) return;"
+assert line in true("gemm.cpp")
+cpp_library.source = lambda name: true(name).replace(line, here.SEVENS)
+tensors = torch.randn(60, 50), torch.randn(50, 70), torch.zeros(70)
+found, expected = here.compiled(here.of_every_kind, *tensors)(), here.of_every_kind(*tensors)
+print([bool((one == 7).all()) for one in found])
+here.close(*zip(*[pair for pair in zip(found, expected) if not (pair[0] == 7).all()]), 1e-2)
+"""
+
+
+@pytest.mark.parametrize("switch", ["", "-fast"])
+def test_the_code_of_a_step_calls_the_kernel(switch: str):
+    """A kernel that makes sevens tells which products are its own; those of torch are what they were."""
+    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), str(Path(__file__).parent)])
+    variables = os.environ | {"PURESTEP_CPU": switch, "PYTHONPATH": paths}
+    done = subprocess.run([sys.executable, "-c", WHICH], env=variables, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str([switch == ""] * 4 + [False] * 5)
+
+
 # --- attention --------------------------------------------------------------------------------------------------------
 
 
@@ -221,49 +208,30 @@ def attended(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> list[
     return [out, *grads]
 
 
-def test_attention_and_its_gradients():
+def operators(function: Callable[..., list[Tensor]], *inputs: Tensor) -> str:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with attention.AsProducts():
+        return make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs).code
+
+
+def test_short_attention_and_its_gradients():
     # Heads inside, as a transformer has them, and another number of keys than of queries.
     tensors = [torch.randn(2, length, 3, 16).transpose(1, 2) for length in (40, 24, 24)]
+    kinds: list[dict[str, Any]] = [{}, {"is_causal": True}, {"scale": 0.3}, {"attn_mask": torch.rand(40, 24) > 0.2}]
 
     def function(*tensors: Tensor) -> list[Tensor]:
-        kinds: list[dict[str, Any]] = [{}, {"is_causal": True}, {"is_causal": True, "scale": 0.3}]
         return [leaf for options in kinds for leaf in attended(*tensors, **options)]
 
-    text, run = written(function, *tensors)
-    close(run(), function(*(tensor.double() for tensor in tensors)))
-    assert "flash" not in text
+    assert "flash" not in operators(function, *tensors)
+    close(compiled(function, *tensors)(), function(*(tensor.double() for tensor in tensors)))
 
 
-def test_equal_layers_of_attention_are_traced_once_and_others_apart(monkeypatch: pytest.MonkeyPatch):
-    """Equal ones, causal ones, one of another scale, one that lies in memory otherwise."""
-    traced: list[Any] = []
-    true = attention._operations
-    monkeypatch.setattr(attention, "_operations", lambda *given: traced.append(given) or true(*given))
-    layers = [{}, {}, {"is_causal": True}, {"scale": 0.3}, {"is_causal": True}]
-    tensors = [torch.randn(2, 3, 24, 16) for _ in range(3)]
-    turned = [torch.randn(2, 24, 3, 16).transpose(1, 2) for _ in range(3)]
-
-    def function(*given: Tensor) -> list[Tensor]:
-        found = [attended(*given[:3], **options) for options in layers]
-        return [leaf for layer in [*found, attended(*given[3:])] for leaf in layer]
-
-    run = compiled(function, *tensors, *turned)
-    close(run(), function(*(tensor.double() for tensor in (*tensors, *turned))))
-    assert len(traced) == 4 + 3  # gradients do not depend on who is causal
-
-
-@pytest.mark.parametrize("kind", ["long", "masked", "double"])
+@pytest.mark.parametrize("kind", ["long", "double"])
 def test_attention_that_stays_torchs(kind: str):
-    length = attention.LONGEST + 1 if kind == "long" else 8
+    length = attention.LONGEST + (kind == "long")
     query = torch.randn(1, 1, length, 8, dtype=torch.float64 if kind == "double" else torch.float32)
-    options = {"attn_mask": torch.ones(length, length).tril().bool()} if kind == "masked" else {}
-
-    def function(query: Tensor) -> list[Tensor]:
-        return attended(query, query, query, **options)
-
-    text, run = written(function, query)
-    assert "flash" in text
-    close(run(), attended(query, query, query, **options))
+    assert "flash" in operators(lambda query: attended(query, query, query), query)
 
 
 # --- sums of rows -----------------------------------------------------------------------------------------------------
@@ -281,38 +249,6 @@ def test_the_gradient_of_an_embedding():
 
     run = compiled(function, weight, index, factor)
     close(run(), function(weight.double(), index, factor.double()))
-
-
-def test_the_gradient_of_an_embedding_whose_columns_lie_apart():
-    """Inductor lays a contiguous copy out like what it is copied from."""
-    weight, index, left, right = torch.randn(7, 24), torch.randint(7, (11,)), torch.randn(24, 30), torch.randn(30, 11)
-
-    def function(weight: Tensor, index: Tensor, left: Tensor, right: Tensor) -> list[Tensor]:
-        def loss(weight: Tensor, slopes: Tensor) -> Tensor:
-            return (functional.embedding(index, weight) * slopes).sum()
-
-        slopes = (left @ right, torch.sort(left[:, :11], dim=1)[0])
-        return [torch.func.grad(loss)(weight, each.t()) for each in slopes]
-
-    run = compiled(function, weight, index, left, right)
-    close(run(), function(weight.double(), index, left.double(), right.double()))
-
-
-def test_a_run_on_several_threads_repeats_itself_to_the_bit():
-    """Many rows to few sums: atomic additions would come in another order each time."""
-    index, rows_ = torch.randint(3, (4096,)), torch.randn(4096, 512)
-
-    def function(rows_: Tensor, index: Tensor) -> list[Tensor]:
-        return [torch.ops.purestep.rows_added(rows_, index, 3, embedding_grad.KERNEL.version)]
-
-    with config.patch(backend._settings(None)):
-        assert cpp_kernel.possible()
-        cpp_kernel.register(embedding_grad.KERNEL)
-    run = compiled(function, rows_, index)
-    with threads(1):
-        alone = run()[0]
-    with threads(2):
-        assert all(torch.equal(run()[0], alone) for _ in range(20))
 
 
 def test_a_language_model_repeats_itself_to_the_bit_on_two_threads():
@@ -356,7 +292,7 @@ def test_a_recurrent_model_trains(monkeypatch: pytest.MonkeyPatch, door: str):
         monkeypatch.setattr(backend, "suits", lambda *_: False)
     program = ps.program(Model(), ps.supervised(nn.MSELoss()), ps.optim.sgd(0.1))
     batch = (torch.randn(2, 2, 2), torch.randn(2, 1))
-    step = ps.compile_step(program.train_step, capture="trace")
+    step = ps.compile_step(program.train_step)
     eager = fast = program.init(seed=0)
     for _ in range(3):
         (eager, _), (fast, _) = program.train_step(eager, batch), step(fast, batch)
@@ -364,24 +300,6 @@ def test_a_recurrent_model_trains(monkeypatch: pytest.MonkeyPatch, door: str):
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
-
-
-def test_no_two_take_the_same_bytes():
-    chance = random.Random(0)
-    for _ in range(50):
-        layout, held = workspace.Layout(), list[tuple[int, int]]()
-        for _ in range(200):
-            if held and chance.random() < 0.5:
-                layout.give(*held.pop(chance.randrange(len(held))))
-            else:
-                size = 64 * chance.randint(1, 9)
-                held.append((layout.take(size), size))
-            ends = sorted(held)
-            assert all(start + size <= following for (start, size), (following, _) in itertools.pairwise(ends))
-            assert all(start + size <= layout.size for start, size in held)
-        for place in held:
-            layout.give(*place)
-        assert layout.take(layout.size) == 0  # all of it came back, in one piece
 
 
 def busy(x: Tensor, w: Tensor) -> list[Tensor]:
@@ -394,30 +312,54 @@ def busy(x: Tensor, w: Tensor) -> list[Tensor]:
     return [joined, joined[2:5].t(), hidden.sum(), order, (sums * 2).view(-1), narrow.cos().sum(-1)]
 
 
+def held() -> int:
+    """Bytes of this thread's memory for intermediates."""
+    return cpp_library.loaded().purestep_held()
+
+
 def test_what_a_graph_returns_is_memory_of_its_own():
     x, w = torch.randn(30, 40), torch.randn(40, 40)
     run = compiled(busy, x, w)
     first = run()
     kept = [each.clone() for each in first]
-    start, size, _ = workspace.header().tolist()
-    assert size > 0
-    for each in first:
-        assert not start <= each.data_ptr() < start + size
-    run()
+    run(x + 1, w)
     close(first, kept, 0)
     close(first, busy(x, w))
-
-
-def test_returned_memory_that_is_not_kept_apart_is_seen(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(wrapper, "_returned", lambda reuses: set())
-    with config.patch(fx_graph_cache=False), pytest.raises(AssertionError):
-        test_what_a_graph_returns_is_memory_of_its_own()
 
 
 def chain(x: Tensor, w: Tensor, length: int = 30) -> list[Tensor]:
     for _ in range(length):
         x = torch.tanh(x @ w)
     return [x]
+
+
+def test_no_more_memory_than_torch_would_take_and_a_thread_gives_it_back():
+    """A chain of layers needs two of its tensors at a time, whatever its length."""
+    x, w = torch.randn(64, 64), torch.randn(64, 64) / 8
+    run = compiled(chain, x, w)
+    before = held()
+
+    def many() -> int:
+        for _ in range(50):
+            run()
+        return held()
+
+    assert 0 < in_a_thread(many) <= 3 * (64 * 64 * 4 + 64)
+    assert held() == before
+
+
+def test_graphs_of_several_sizes_share_the_memory():
+    """The blocks of the larger batch make room for those of the smaller one."""
+    w = torch.randn(64, 64) / 8
+    sizes = [torch.randn(rows, 64) for rows in (256, 192)]
+    runs = [compiled(chain, x, w) for x in sizes]
+
+    def both() -> list[int]:
+        return [(run(), held())[1] for run in (*runs, *runs)]
+
+    first, second, *again = in_a_thread(both)
+    assert second <= first
+    assert max(again) <= first
 
 
 def wrong_results_of_three_threads() -> list[int]:
@@ -441,14 +383,8 @@ def wrong_results_of_three_threads() -> list[int]:
     return wrong
 
 
-def test_threads_have_memory_of_their_own(monkeypatch: pytest.MonkeyPatch):
+def test_threads_have_memory_of_their_own():
     assert not wrong_results_of_three_threads()
-    shared = workspace.header()
-    monkeypatch.setattr(workspace, "header", lambda: shared)
-    assert "own_(header[2])" in workspace.HEADER
-    monkeypatch.setattr(workspace, "HEADER", workspace.HEADER.replace("own_(header[2])", "own_(false)"))
-    with config.patch(fx_graph_cache=False):
-        assert wrong_results_of_three_threads()
 
 
 INNER: list[Callable[..., list[Tensor]]] = []
@@ -483,70 +419,32 @@ def test_a_graph_that_an_operator_of_another_one_calls(rows_: int):
     with pytest.raises(Exception, match="nested"):
         run(x / 0)
     close(run(x), expected, 1e-4)
-    assert workspace.header()[2] == 0
 
 
-def test_the_memory_of_a_thread_is_given_back_with_it():
-    freed: list[int] = []
-    held = workspace._free
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(workspace, "_free", lambda header: (freed.append(int(header[0])), held(header)))
-        run = compiled(busy, torch.randn(30, 40), torch.randn(40, 40))
-        worker = threading.Thread(target=run)
-        worker.start()
-        worker.join(60)
-    assert freed
-    assert freed[0] != 0
+# --- inputs -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_memory_is_the_cpus_whatever_the_callers_default(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(workspace, "_OWN", threading.local())
-    with torch.device("meta"):
-        assert workspace.header().device.type == "cpu"
+def test_a_tensor_from_elsewhere_is_an_input():
+    """The code is that of another tensor of its kind, too, and sees what is written to it."""
+    tables = [torch.arange(24.0).reshape(4, 6), torch.ones(4, 6)]
+    x = torch.randn(4, 6)
+    for table in tables:
+        run = compiled(lambda x, table=table: [x * table + torch.tensor(2.0)], x)
+        close(run(), [x * table + 2])
+        table.add_(1)
+        close(run(), [x * table + 2])
 
 
-def test_at_exit_no_memory_is_taken_from_threads_that_go_on(monkeypatch: pytest.MonkeyPatch):
-    made: list[Any] = []
-    true = weakref.finalize
-    monkeypatch.setattr(weakref, "finalize", lambda *parts: (made.append(true(*parts)), made[-1])[1])
-    monkeypatch.setattr(workspace, "_OWN", threading.local())
-    workspace.header()
-    assert [each.atexit for each in made] == [False]
+def test_a_returned_input_or_view_is_the_callers_memory():
+    x = torch.randn(30, 40)
+    run = compiled(lambda x: [x, x.t()[2:4], x.exp()[1:], x.view(torch.int32)], x)
+    found = run()
+    close(found, [x, x.t()[2:4], x.exp()[1:], x.view(torch.int32)])
+    memory = {each.untyped_storage().data_ptr() for each in (found[0], found[1], found[3])}
+    assert memory == {x.untyped_storage().data_ptr()}
 
 
-def test_no_more_memory_than_torch_would_take():
-    """A chain of layers needs two of its tensors at a time, whatever its length."""
-    sizes: list[int] = []
-    take = workspace.Layout.take
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(workspace.Layout, "take", lambda self, size: (take(self, size), sizes.append(self.size))[0])
-        with config.patch(fx_graph_cache=False):  # it would give the code without laying anything out
-            compiled(chain, torch.randn(64, 64), torch.randn(64, 64))
-    assert 0 < sizes[-1] <= 3 * 64 * 64 * 4
-
-
-# --- tanh -------------------------------------------------------------------------------------------------------------
-
-
-# --- addresses --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def by_address(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For every graph, whether it is called with addresses."""
-    seen: list[bool] = []
-    true = launcher.of
-
-    def of(*arguments: Any, **more: Any) -> launcher.Code:
-        made = true(*arguments, **more)
-        seen.append(made.file is not None)
-        return made
-
-    monkeypatch.setattr(launcher, "of", of)
-    return seen
-
-
-CONSTANT = torch.arange(24.0).reshape(4, 6)
+HELD: list[Tensor] = []
 
 
 @library.custom_op("test_backend::holding", mutates_args=())
@@ -555,30 +453,17 @@ def holding(x: Tensor) -> Tensor:
     return x * 2
 
 
-HELD: list[Tensor] = []
 holding.register_fake(torch.empty_like)
 
 
-@pytest.mark.parametrize(
-    ("function", "expected"),
-    [
-        (lambda x, w: busy(x, w), True),
-        (lambda x, w: [x.sum(), torch.stack([x.mean(), w.sum(), w.amax()]), x.t()[2:4].exp(), w.new_ones(())], True),
-        (lambda x, w: [x[:4, :6] * CONSTANT + w[0, 0]], False),  # a constant of the graph is one more input
-        (lambda x, w: [x, x @ w], False),  # the caller's tensor is returned
-        (lambda x, w: [x.t(), x @ w], False),
-        (lambda x, w: [torch.view_as_complex(x.view(30, 20, 2)), x @ w], False),
-        (lambda x, w: [holding(x), x @ w], False),  # keeps what it is given
-    ],
-    ids=["plain", "scalars", "constant", "an input", "a view of an input", "an alias", "one's own"],
-)
-def test_which_graphs_take_addresses(function: Callable[..., list[Tensor]], expected: bool, by_address: list[bool]):
-    x, w = torch.randn(30, 40), torch.randn(40, 40)
-    run = compiled(function, x, w)
-    assert by_address == [expected]
-    close(run(x, w), function(x, w), 1e-4)
-    other = torch.randn(30, 40)
-    close(run(other, w), function(other, w), 1e-4)
+def test_a_tensor_that_an_operator_keeps_stays_what_it_is():
+    """Of the caller, and of the graph, whose memory would be used again."""
+    HELD.clear()
+    x = torch.randn(700)
+    run = compiled(lambda x: [holding(x), holding(x.sin() + 1).exp()], x)
+    run(x.clone())
+    run(x.clone() + 1)
+    close(HELD, [x, x.sin() + 1, x + 1, (x + 1).sin() + 1])
 
 
 @library.custom_op("tests::tripled", mutates_args=())
@@ -609,16 +494,7 @@ def test_operators_without_a_function_of_c_take_views():
         torch.testing.assert_close(run(), function(*inputs), rtol=1e-5, atol=1e-6)
 
 
-def test_a_tensor_that_an_operator_keeps_lives_on():
-    x = torch.randn(70_000)
-    HELD.clear()
-    run = compiled(lambda x: [holding(x)], x.clone())
-    run(x.clone())
-    del run
-    torch.testing.assert_close(HELD[-1], x, rtol=0, atol=0)
-
-
-def test_inputs_of_any_dtype_and_strides(by_address: list[bool]):
+def test_inputs_of_any_dtype_and_strides():
     """Also parts of larger memory, without elements, without dimensions and with a stride of zero."""
     inputs: list[Tensor] = []
     for dtype in (torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.bool):
@@ -633,10 +509,9 @@ def test_inputs_of_any_dtype_and_strides(by_address: list[bool]):
         return found
 
     close(compiled(function, *inputs)(), function(*inputs))
-    assert by_address == [True]
 
 
-def test_inputs_that_are_written(by_address: list[bool]):
+def test_inputs_that_are_written():
     x, w = torch.randn(12, 12), torch.randn(12, 12)
 
     def function(x: Tensor, w: Tensor) -> list[Tensor]:
@@ -650,53 +525,48 @@ def test_inputs_that_are_written(by_address: list[bool]):
         function(expected, w)
         run(found, w)
     close([found], [expected], 1e-4)
-    assert by_address == [True]
 
 
-def test_an_error_inside_a_graph_is_raised_and_the_next_call_works(by_address: list[bool]):
+def test_an_error_inside_a_graph_is_raised_and_the_next_call_works():
     table, index = torch.randn(10, 4), torch.arange(5)
     run = compiled(lambda table, index: [functional.embedding(index, table).sin()], table, index)
-    assert by_address == [True]
     for _ in range(2):
         with pytest.raises(RuntimeError, match="index out of bounds"):
             run(table, index + 7)
         close(run(table, index), [table[:5].sin()])
-    assert workspace.header()[2] == 0
-
-
-def test_graphs_by_handles_give_the_same(by_address: list[bool], monkeypatch: pytest.MonkeyPatch):
-    x, w = torch.randn(30, 40), torch.randn(40, 40)
-    first = compiled(busy, x, w)()
-    with monkeypatch.context() as patch:  # code for addresses, called by who does not know
-        patch.setattr(launcher, "ENTRY", "missing")
-        close(compiled(busy, x, w)(), first, 0)
-    monkeypatch.setattr(wrapper, "_by_address", lambda: False)
-    with config.patch(fx_graph_cache=False):
-        close(compiled(busy, x, w)(), first, 0)
-    assert by_address == [True, False, False]
 
 
 def test_a_tensor_without_memory_is_refused():
-    run = compiled(lambda x: [x * 2], torch.randn(4, 8))
-    with pytest.raises(StepContractError, match=r"\[4, 8\] torch.float32 that has no memory"):
-        run(torch._efficientzerotensor((4, 8)))
-    empty = torch.randn(4, 8)
+    run, empty = compiled(lambda x: [x * 2], torch.randn(4, 8)), torch.randn(4, 8)
     empty.untyped_storage().resize_(0)
-    with pytest.raises(StepContractError, match="no memory"):
-        run(empty)
+    for tensor in (torch._efficientzerotensor((4, 8)), empty):
+        with pytest.raises(RuntimeError, match="a tensor without memory"):
+            run(tensor)
 
 
-def test_an_address_that_is_off_by_one_is_seen(monkeypatch: pytest.MonkeyPatch):
-    true = wrapper.Wrapper._declared
+class Ticks(threading.Thread):
+    """Counts as fast as Python lets it."""
 
-    def moved(self: Any, name: str, address: str, *rest: Any) -> str:
-        return true(self, name, f"(char*){address} + 4" if address == "addresses[0]" else address, *rest)
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.on = 0, True
 
-    x = torch.randn(30, 40)
-    monkeypatch.setattr(wrapper.Wrapper, "_declared", moved)
-    with config.patch(fx_graph_cache=False):
-        (found,) = compiled(lambda x: [x[:-1] * 2], x)()
-    assert found.flatten().equal(x.flatten()[1:1161] * 2)
+    def run(self) -> None:
+        while self.on:
+            self.count += 1
+
+
+def test_other_threads_of_python_run_during_a_call():
+    x, w = torch.randn(600, 600), torch.randn(600, 600) / 30
+    run, ticks = compiled(lambda x, w: chain(x, w, 60), x, w), Ticks()
+    ticks.start()
+    try:
+        before = ticks.count
+        run()
+        assert ticks.count - before > 1000
+    finally:
+        ticks.on = False
+        ticks.join()
 
 
 # --- threads ----------------------------------------------------------------------------------------------------------
@@ -725,40 +595,6 @@ def test_a_call_on_more_threads_than_there_were(size: int):
 
 
 # --- pieces of packed vectors -----------------------------------------------------------------------------------------
-
-
-def kernels_of(function: Callable[..., list[Tensor]], *inputs: Tensor) -> list[str]:
-    """The names of the kernels that inductor writes."""
-    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
-
-    found: list[str] = []
-    true = PythonWrapperCodegen.define_kernel
-    with pytest.MonkeyPatch.context() as patch, config.patch(fx_graph_cache=False):
-        patch.setattr(
-            PythonWrapperCodegen,
-            "define_kernel",
-            lambda self, name, *rest, **more: (found.append(name), true(self, name, *rest, **more))[1],
-        )
-        # The names are enough: the code is not built.
-        patch.setattr(codecache.CppWrapperCodeCache, "load_pybinding", classmethod(lambda *_, **__: lambda *_: []))
-        compiled(function, *inputs)
-    return found
-
-
-def layered(vector: Tensor, x: Tensor, w: Tensor) -> list[Tensor]:
-    for piece in vector.split(x.shape[1]):
-        x = torch.tanh(x @ w + piece)
-    return [x]
-
-
-def test_equal_layers_are_one_kernel(monkeypatch: pytest.MonkeyPatch):
-    def count(layers: int) -> int:
-        return len(kernels_of(layered, torch.randn(48 * layers), torch.randn(8, 48), torch.randn(48, 48) / 7))
-
-    assert count(2) == count(6)
-    monkeypatch.setattr(offset_pointers, "_offset", lambda name, index: 0)
-    assert count(6) > count(2)
-
 
 N = 64
 WHERE = torch.tensor([0, 1, 2, 3, 2 * N - 3])
@@ -835,41 +671,6 @@ def test_pieces_of_vectors_that_are_written():
     assert wrong_of(plain, moved, scattered, swapped, seen_as_bytes) == []
 
 
-def test_pieces_of_vectors_that_are_called_by_handles(monkeypatch: pytest.MonkeyPatch, by_address: list[bool]):
-    monkeypatch.setattr(wrapper, "_by_address", lambda: False)
-    with config.patch(fx_graph_cache=False):  # it has code for addresses
-        assert wrong_of(plain, seen_as_bytes) == []
-    assert by_address == [False]
-
-
-@pytest.mark.parametrize("one_off", [1, -1])
-def test_a_piece_from_elsewhere_is_seen(monkeypatch: pytest.MonkeyPatch, one_off: int):
-    true = offset_pointers._address
-
-    def address(name: str) -> str:
-        vector, _, offset = name.partition("+")
-        return true(f"{vector}+{int(offset) + one_off}") if offset else true(name)
-
-    monkeypatch.setattr(offset_pointers, "_address", address)
-    with config.patch(fx_graph_cache=False):
-        assert wrong_of(plain) == [plain]
-
-
-def test_a_piece_that_is_returned_keeps_its_vector_alive():
-    def shown(vector: Tensor, x: Tensor) -> list[Tensor]:
-        first, last = vector.split([16, 48])
-        return [first.view(4, 4).t(), x + last, last.view(torch.uint8)]
-
-    vector, x = torch.randn(64), torch.randn(48)
-    expected, run = shown(vector.clone(), x), compiled(shown, vector, x)
-    found = run(vector, x)
-    assert found[0].untyped_storage().data_ptr() == vector.untyped_storage().data_ptr()
-    del vector
-    trash = [torch.full((64,), float(number)) for number in range(100)]  # would lie where the vector was
-    close(found, expected)
-    assert len(trash) == 100
-
-
 # --- inputs that become something else of themselves ------------------------------------------------------------------
 
 
@@ -900,7 +701,7 @@ def test_an_input_written_from_itself_through_a_view():
 
 def test_without_memory_of_its_own_it_is_overwritten_while_it_is_read(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(inductor_fixes.aliasing, "store_separately", lambda graph, node, reader: None)
-    with config.patch(fx_graph_cache=False):  # it has the code of the test before
+    with config.patch(fx_graph_cache=False):  # the cache has the code of the test before
         assert not all(are_written_whole(TURNS))
 
 
@@ -909,13 +710,13 @@ import sys
 import torch
 from torch.nn import functional
 from torch._subclasses import FakeTensorMode
-from purestep.compile.cpu import backend
+from purestep.compile import lower
 
 assert "torch._inductor.lowering" not in sys.modules
 with FakeTensorMode():
     x = torch.ones(2, 3, 4, 4)
     for pool, given in (functional.max_pool2d, x), (functional.max_pool1d, x[0]), (functional.adaptive_max_pool2d, x):
-        backend._traced(lambda x: [pool(x, 2)], [given])
+        lower.traced(lambda x: [pool(x, 2)], [given])
 """
 
 
@@ -924,59 +725,6 @@ def test_pools_that_are_traced_first_in_a_process() -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run([sys.executable, "-c", POOLS], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-# --- instructions -----------------------------------------------------------------------------------------------------
-
-
-class Probes(NamedTuple):
-    """Inductor's tests of the processor's instructions, as in a new process."""
-
-    may_end: threading.Event
-    ran_in: list[threading.Thread]
-    """the threads that have run them to the end"""
-
-
-@pytest.fixture
-def instruction_tests(monkeypatch: pytest.MonkeyPatch) -> Iterator[Probes]:
-    tests = Probes(threading.Event(), [])
-
-    def pick_vec_isa() -> None:
-        assert tests.may_end.wait(60)
-        tests.ran_in.append(threading.current_thread())
-
-    monkeypatch.setattr(cpu_vec_isa, "pick_vec_isa", pick_vec_isa)
-    backend._instruction_tests.cache_clear()
-    yield tests
-    backend._instruction_tests.cache_clear()
-
-
-def test_instructions_are_tested_once_in_another_thread(instruction_tests: Probes):
-    for _ in range(2):
-        with backend._instructions_tested():
-            instruction_tests.may_end.set()
-        (thread,) = instruction_tests.ran_in
-    assert thread is not threading.current_thread()
-
-
-def test_after_an_error_the_tests_of_instructions_are_over_too(instruction_tests: Probes):
-    def fails() -> None:
-        with backend._instructions_tested():
-            instruction_tests.may_end.set()
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fails()
-    assert len(instruction_tests.ran_in) == 1
-
-
-def test_an_error_of_the_tests_of_instructions_is_left_to_inductor(
-    instruction_tests: Probes, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(cpu_vec_isa, "pick_vec_isa", lambda: 1 / 0)
-    with backend._instructions_tested():
-        pass
-    assert isinstance(backend._instruction_tests().exception(), ZeroDivisionError)
 
 
 def test_the_compiler_of_the_tests_is_taken_for_gcc():

@@ -1,16 +1,16 @@
-"""What comes before the first compiled step: C++ built beside inductor's Python, native code found again."""
+"""Native code of an earlier run: what it is found by, and what becomes of damaged, foreign and simultaneous entries."""
 
 from __future__ import annotations
 
-import gc
 import importlib
+import json
 import os
 import pkgutil
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +18,23 @@ import pytest
 import torch
 from helpers import assert_trees_close, tiny_mlp, vector_batch
 from torch import Tensor, library
-from torch._dynamo.utils import counters
 from torch._inductor import config
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import purestep as ps
 from purestep import optim
-from purestep.compile import capture
-from purestep.compile.compile_lock import exclusive
+from purestep.compile import capture, lower
 from purestep.compile.cpu import backend, code_cache, graph_key
-from purestep.compile.cpu import launcher as calls
 from purestep.errors import StepContractError
-from purestep.torch_ext import tracing
 
-pytestmark = pytest.mark.usefixtures("own_cache")
-
-if not backend._KNOWN:
-    pytest.skip("native code is made with torch 2.13 and later", allow_module_level=True)
+pytestmark = pytest.mark.usefixtures("own_cache", "no_fallback")
 
 
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
     return tmp_path
 
 
@@ -47,7 +42,8 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def name_of(function: Callable[..., Any], *inputs: Tensor, **settings: Any) -> str | None:
-    return code_cache.name(graph_key.record(function, inputs), settings)
+    graph = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+    return code_cache.key(graph, backend.settings(settings))
 
 
 def twice(x: Tensor) -> Tensor:
@@ -118,8 +114,8 @@ def test_what_autograd_does_is_part_of_a_name():
 
 
 def test_equal_numbers_of_other_types_are_written_otherwise():
-    assert len({graph_key.plain(1), graph_key.plain(True), graph_key.plain(1.0)}) == 3
-    assert graph_key.plain(0.0) != graph_key.plain(-0.0)
+    assert len({graph_key.text(1), graph_key.text(True), graph_key.text(1.0)}) == 3
+    assert graph_key.text(0.0) != graph_key.text(-0.0)
 
 
 def test_settings_are_part_of_a_name():
@@ -128,6 +124,7 @@ def test_settings_are_part_of_a_name():
     with config.patch({"cpp.threads": 1}):
         assert name_of(twice, torch.ones(4, 4)) not in (plain, None)
     assert name_of(twice, torch.ones(4, 4), **{"cpp.threads": 1}) not in (plain, None)
+    assert name_of(twice, torch.ones(4, 4)) == plain
 
 
 def test_the_number_of_threads_is_part_of_a_name(request: pytest.FixtureRequest):
@@ -157,22 +154,6 @@ def test_what_is_installed_is_part_of_a_name(copied_sources: Path, changed: str)
     assert name_of(twice, torch.ones(4, 4)) not in (plain, None)
 
 
-@pytest.mark.compile
-def test_inductors_own_cache_does_not_find_what_another_version_has_written(
-    copied_sources: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(code_cache, "name", lambda *_: None)
-    found = list[int]()
-    for text in ("", "", "# changed\n"):
-        with (copied_sources / "wrapper.py").open("a") as source:
-            source.write(text)
-        code_cache._installed.cache_clear()
-        before = counters["inductor"]["fxgraph_cache_hit"]
-        backend.compiled(graph_key.record(lambda x: [x + 2], [torch.ones(3, 5)]), options=None)
-        found.append(counters["inductor"]["fxgraph_cache_hit"] - before)
-    assert found == [0, 1, 0]
-
-
 def test_torch_and_the_machine_are_part_of_a_name(monkeypatch: pytest.MonkeyPatch):
     plain = name_of(twice, torch.ones(4, 4))
     for owner, value in ((torch, "__version__"), (code_cache, "_processor")):
@@ -194,26 +175,22 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
-TABLE = torch.arange(4.0)
+TABLES = [torch.arange(4.0), torch.ones(4), torch.ones(4, dtype=torch.float64), torch.ones(4, 4)]
 
 
-def looks(x: Tensor) -> Tensor:
-    return x * 2 if x.sum() > 0 else x
+def test_a_users_operator_and_the_kind_of_a_constant_are_part_of_a_name():
+    x = torch.ones(4)
+    names = [name_of(partial(torch.add, table), x) for table in TABLES]
+    assert names[0] == names[1] is not None
+    assert len({*names, name_of(lambda x: triple(x), x), name_of(lambda x: x * 3, x)}) == 5
 
 
 def draws_of_its_own(x: Tensor) -> Tensor:
     return torch.rand(4, generator=torch.Generator()) + x
 
 
-def hides_it(x: Tensor) -> Tensor:
-    """Goes another way where the tensor from elsewhere is refused."""
-    with suppress(Exception):
-        x = x + TABLE
-    return x
-
-
-@pytest.mark.parametrize("function", [lambda x: x + TABLE, lambda x: triple(x), looks, draws_of_its_own, hides_it])
-def test_what_text_does_not_tell_has_no_name(function: Callable[..., Any]):
+@pytest.mark.parametrize("function", [lambda x: x[x > 0].sum(), draws_of_its_own], ids=["sizes", "generator"])
+def test_operations_without_a_text_have_no_name(function: Callable[..., Any]):
     assert name_of(function, torch.ones(4)) is None
 
 
@@ -222,9 +199,10 @@ def test_what_text_does_not_tell_has_no_name(function: Callable[..., Any]):
     [{"post_grad_custom_post_pass": lambda graph: None}, {"force_disable_caches": True}, {"fx_graph_cache": False}],
     ids=["pass", "no caches", "no graph cache"],
 )
-def test_what_is_set_otherwise_has_no_name(settings: dict[str, Any]):
+def test_settings_without_a_text_and_settings_against_caches_leave_no_name(settings: dict[str, Any]):
     with config.patch(settings):
         assert name_of(twice, torch.ones(4, 4)) is None
+    assert name_of(twice, torch.ones(4, 4), **settings) is None
     assert name_of(twice, torch.ones(4, 4)) is not None
 
 
@@ -238,43 +216,158 @@ def test_what_the_user_makes_of_an_operator_has_no_name(table: str, monkeypatch:
     assert name_of(twice, torch.ones(4, 4)) is not None
 
 
-# --- found again ------------------------------------------------------------------------------------------------------
+# --- entries ----------------------------------------------------------------------------------------------------------
+
+NAME = "0" * 64
+
+
+def builder(text: str = "code", calls: str = "") -> Callable[[str], list[Any]]:
+    """A builder that leaves files as inductor does."""
+
+    def build(library: str) -> list[Any]:
+        Path(library).write_text(text)
+        (Path(library).parent / "kernels").mkdir()
+        if calls:
+            Path(library).with_name("c123.wrapper.json").write_text(calls)
+        return [True, 2]
+
+    return build
+
+
+def fails(_: str) -> list[Any]:
+    raise AssertionError("built once more")
+
+
+def test_an_entry_is_found_again(own_cache: Path):
+    made = code_cache.obtained(NAME, builder(calls="calls"))
+    again = code_cache.obtained(NAME, fails)
+    assert again == made
+    assert list(again.facts) == [True, 2]
+    assert [path.name for path in (own_cache / "purestep").iterdir()] == [NAME]
+    assert {path.name: path.stat().st_mode & 0o77 for path in Path(made.library).parent.iterdir()} == {
+        "step.so": 0,
+        "step.json": 0,
+        "entry": 0,
+    }
+
+
+def test_a_library_without_a_name_is_no_entry():
+    made = [code_cache.obtained(None, builder()).library for _ in range(2)]
+    assert len(set(made)) == 2
+    assert all(Path(each).read_text() == "code" for each in made)
+
+
+def _cut(entry: Path) -> None:
+    (entry / "step.so").write_text("cod")
+
+
+def _remove(entry: Path) -> None:
+    (entry / "step.so").unlink()
+
+
+def _exchange(entry: Path) -> None:
+    (entry / "step.json").write_text("other calls")
+
+
+def _garble(entry: Path) -> None:
+    (entry / "entry").write_text("nonsense")
+
+
+def _call_otherwise(entry: Path) -> None:
+    (entry / "entry").write_text((entry / "entry").read_text().replace("true", "false"))
+
+
+def _link(entry: Path) -> None:
+    (entry / "step.so").rename(entry.parents[1] / "elsewhere.so")
+    (entry / "step.so").symlink_to(entry.parents[1] / "elsewhere.so")
+
+
+def _open(entry: Path) -> None:
+    (entry / "step.so").chmod(0o722)
+
+
+@pytest.mark.parametrize("damage", [_cut, _remove, _exchange, _garble, _call_otherwise, _link, _open])
+def test_a_damaged_entry_is_built_again(damage: Callable[[Path], None], own_cache: Path):
+    code_cache.obtained(NAME, builder(calls="calls"))
+    damage(own_cache / "purestep" / NAME)
+    assert code_cache.found(NAME) is None
+    code_cache.obtained(NAME, builder(calls="calls"))
+    assert code_cache.found(NAME) is not None
+    assert [path.name for path in (own_cache / "purestep").iterdir()] == [NAME]
+
+
+def test_of_two_that_build_one_entry_the_first_stays(own_cache: Path):
+    def late(library: str) -> list[Any]:
+        code_cache.obtained(NAME, builder("first"))
+        return builder("second")(library)
+
+    made = code_cache.obtained(NAME, late)
+    assert Path(made.library).read_text() == "second"  # its own, until the process ends
+    found = code_cache.found(NAME)
+    assert found is not None
+    assert Path(found.library).read_text() == "first"
+
+
+def test_a_build_that_fails_leaves_no_entry(own_cache: Path):
+    with pytest.raises(AssertionError):
+        code_cache.obtained(NAME, fails)
+    assert code_cache.found(NAME) is None
+    assert code_cache.obtained(NAME, builder()).facts == [True, 2]
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o702], ids=["of a group", "of everybody"])
+def test_in_a_directory_that_others_may_write_nothing_is_loaded_or_stored(own_cache: Path, mode: int):
+    foreign = code_cache.obtained(NAME, builder("foreign"))
+    (own_cache / "purestep").chmod(mode)
+    assert code_cache.found(NAME) is None
+    made = Path(code_cache.obtained(NAME, builder("own")).library)
+    assert made.read_text() == "own"
+    assert Path(foreign.library).read_text() == "foreign"
+    private = made.parents[1]
+    assert private.name == f"purestep_{os.getuid()}"
+    assert private.stat().st_mode & 0o777 == 0o700
+    assert code_cache.obtained(NAME, fails).library == str(made)
+
+
+def test_a_directory_of_another_user_is_not_used(own_cache: Path, monkeypatch: pytest.MonkeyPatch):
+    code_cache.obtained(NAME, builder("foreign"))
+    real = os.getuid()
+    place = own_cache / "purestep"
+    os.chown(place, real + 1, -1) if real == 0 else monkeypatch.setattr(os, "getuid", lambda: real + 1)
+    assert code_cache.found(NAME) is None
+
+
+def test_a_cache_that_cannot_be_written_is_read(own_cache: Path, monkeypatch: pytest.MonkeyPatch):
+    """By a user who is not root, whom modes do not stop."""
+    old = code_cache.obtained(NAME, builder("old"))
+    monkeypatch.setattr(os, "access", lambda path, mode: not Path(path).is_relative_to(own_cache / "purestep"))
+    assert code_cache.obtained(NAME, fails) == old
+    made = Path(code_cache.obtained("1" * 64, builder("new")).library)
+    assert not made.is_relative_to(own_cache / "purestep")
+    assert made.read_text() == "new"
+
+
+def test_without_any_directory_code_is_built_for_the_process(own_cache: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(code_cache, "is_own", lambda path: False)
+    made = [code_cache.obtained(NAME, builder()).library for _ in range(2)]
+    assert len(set(made)) == 2
+
+
+# --- code -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Every graph that went through inductor."""
     seen: list[Any] = []
-    true = backend._lower
+    true = lower.compiled
 
-    def lowered(*arguments: Any) -> Any:
+    def lowered(*arguments: Any, **options: Any) -> Any:
         seen.append(arguments[0])
-        return true(*arguments)
+        return true(*arguments, **options)
 
-    monkeypatch.setattr(backend, "_lower", lowered)
+    monkeypatch.setattr(lower, "compiled", lowered)
     return seen
-
-
-def run(factor: float) -> Tensor:
-    """``sin(x) * factor`` of native code, made or found again."""
-
-    def function(x: Tensor) -> list[Tensor]:
-        return [torch.sin(x) * factor]
-
-    call, _ = backend.compiled(graph_key.record(function, [torch.ones(300)]), options=None)
-    (found,) = call([torch.full((300,), 2.0)])
-    torch.testing.assert_close(found, torch.sin(torch.full((300,), 2.0)) * factor)
-    return found
-
-
-@pytest.mark.compile
-def test_code_is_found_again(made: list[Any]):
-    first = run(1.25)
-    assert len(made) == 1
-    assert run(1.25).equal(first)
-    assert len(made) == 1
-    run(1.5)
-    assert len(made) == 2
 
 
 @pytest.mark.compile
@@ -295,84 +388,14 @@ def test_a_step_that_is_found_again_trains_as_before(made: list[Any], rate: floa
 @pytest.mark.compile
 def test_how_code_may_be_called_is_kept_with_it(own_cache: Path, two_threads: None):
     def of(function: Callable[[Tensor], list[Tensor]], size: int) -> list[Any]:
-        backend.compiled(graph_key.record(function, [torch.ones(size)]), options=None)
-        newest = max((own_cache / "purestep").iterdir(), key=lambda file: file.stat().st_mtime_ns)
-        return code_cache._read(newest)[2:]
+        capture.trace(function, [torch.ones(size)], backend="inductor", options=None)
+        lines = list((own_cache / "purestep").glob("*/entry"))
+        newest = max(lines, key=lambda file: file.stat().st_mtime_ns)
+        return json.loads(newest.read_text())[:-1]
 
-    small, large = of(lambda x: [x.sin()], 300), of(lambda x: [torch.rand_like(x)], 1 << 25)
-    assert small == [False, 1]
-    assert large == [True, 2]
-
-
-LAYERS: dict[str, Callable[[], torch.nn.Module]] = {
-    "mlp": lambda: torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Dropout(0.1)),
-    "norms": lambda: torch.nn.Sequential(
-        torch.nn.BatchNorm1d(6, track_running_stats=False), torch.nn.LayerNorm(8), torch.nn.ReLU(inplace=True)
-    ),
-    "convolution": lambda: torch.nn.Sequential(torch.nn.Conv1d(6, 4, 3), torch.nn.MaxPool1d(2), torch.nn.Flatten()),
-    "recurrent": lambda: First(torch.nn.LSTM(8, 5, batch_first=True)),
-    "transformer": lambda: torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True),
-    "attention": lambda: Twice(torch.nn.MultiheadAttention(8, 2, batch_first=True)),
-    "checkpointed": lambda: Checkpointed(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5))),
-}
-
-
-class First(torch.nn.Sequential):
-    def forward(self, x: Tensor) -> Tensor:
-        return self[0](x)[0]
-
-
-class Twice(torch.nn.Sequential):
-    def forward(self, x: Tensor) -> Tensor:
-        return self[0](x, x, x)[0]
-
-
-class Checkpointed(torch.nn.Sequential):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.utils.checkpoint.checkpoint(self[0], x, use_reentrant=False)
-
-
-def graph_of(function: Callable[..., Any], inputs: list[Tensor]) -> list[str]:
-    """What is traced: operations without names, those that show a tensor as it is left out."""
-    with tracing.no_recurrent_kernel(), torch.no_grad():
-        graph = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs).graph
-    graph.eliminate_dead_code()
-    names, lines = dict[Any, str](), list[str]()
-
-    def text(value: Any) -> str:
-        if isinstance(value, list | tuple):
-            return f"({', '.join(map(text, value))})"
-        return names[value] if isinstance(value, torch.fx.Node) else repr(value)
-
-    for node in graph.nodes:
-        if node.target in (torch.ops.aten.alias.default, torch.ops.aten.detach.default):
-            names[node] = text(node.args[0])
-            continue
-        names[node] = f"%{len(lines)}"
-        lines.append(
-            f"{node.op} {node.target if node.op == 'call_function' else ''} {text(node.args)} {dict(node.kwargs)}"
-        )
-    return lines
-
-
-@pytest.mark.parametrize("kind", LAYERS)
-@pytest.mark.parametrize("mode", ["train", "eval", "autocast"])
-def test_the_graph_of_what_was_recorded_is_that_of_the_function(kind: str, mode: str):
-    net = LAYERS[kind]().train(mode != "eval")
-    names = [name for name, _ in net.named_parameters()]
-
-    def function(x: Tensor, *values: Tensor) -> list[Tensor]:
-        with torch.set_grad_enabled(mode != "eval"), torch.autocast("cpu", enabled=mode == "autocast"):
-            leaves = [value.detach().requires_grad_(mode != "eval") for value in values]
-            params = dict(zip(names, leaves, strict=True))
-            loss = torch.func.functional_call(net, params, (x,)).float().square().mean()
-        return [loss.detach()] if mode == "eval" else [loss.detach(), *torch.autograd.grad(loss, leaves)]
-
-    inputs = [torch.randn(4, 6, 8), *(value.detach() for value in net.parameters())]
-    step = capture._traceable(function)
-    with torch.no_grad(), tracing.capturing(), tracing.no_recurrent_kernel():
-        record = graph_key.record(step, inputs)
-    assert graph_of(record.function, inputs) == graph_of(step, inputs)
+    assert of(lambda x: [x.sin()], 300) == [False, 1, True]
+    assert of(lambda x: [torch.rand_like(x)], 1 << 25) == [True, 2, True]
+    assert of(lambda x: [triple(x)], 300) == [False, 1, False]
 
 
 class Impure(torch.nn.Module):
@@ -421,143 +444,53 @@ def test_what_forward_keeps_is_part_of_the_graph_that_made_it_and_no_other_reads
         first_loss(Impure("keeps"), 16, 8)
 
 
-@pytest.mark.compile
-def test_sizes_that_are_values_make_a_graph_that_is_not_kept(made: list[Any], own_cache: Path):
-    for _ in range(2):
-        record = graph_key.record(lambda x: [x[x > 0].sum()], [torch.ones(5)])
-        assert record.lines is None
-        run, _ = backend.compiled(record, options=None)
-        assert float(run([torch.tensor([1.0, -1.0, 2.0, 0.0, 0.0])])[0]) == 3
-    assert len(made) == 2
-    assert not (own_cache / "purestep").exists()
-
-
-def library_of(record: Path) -> Path:
-    return record.parents[1] / code_cache._read(record)[0]
-
-
-def _cut(library: Path, _: Path) -> None:
-    whole = library.read_bytes()
-    library.unlink()  # the file that is loaded stays what it is
-    library.write_bytes(whole[:-1])
-
-
-def _remove(library: Path, _: Path) -> None:
-    library.unlink()
-
-
-def _garble(_: Path, record: Path) -> None:
-    record.write_text("nonsense")
-
-
-def _call_otherwise(_: Path, record: Path) -> None:
-    record.write_text(record.read_text().replace("false", "true"))
-
-
-@pytest.mark.compile
-@pytest.mark.parametrize("damage", [_cut, _remove, _garble, _call_otherwise])
-def test_what_is_not_as_it_was_is_made_anew(damage: Callable[[Path, Path], None], made: list[Any], own_cache: Path):
-    run(2.0)
-    (record,) = (own_cache / "purestep").iterdir()
-    damage(library_of(record), record)
-    assert code_cache.load(record.name, 1) is None
-    run(2.0)
-    assert len(made) == 2
-
-
-_ANOTHER_PROCESS = """
-import torch
-from purestep.compile.cpu import backend as native, graph_key as recording
-call, _ = native.compiled(recording.record(lambda x: [torch.sin(x) * 3.25], [torch.ones(300)]), options=None)
-(found,) = call([torch.full((300,), 2.0)])
-print((found - torch.sin(torch.tensor(2.0)) * 3.25).abs().max() < 1e-6)
-"""
-
-
-@pytest.mark.compile
-@pytest.mark.optimized
-def test_a_damaged_library_is_no_trap_for_the_next_process(own_cache: Path):
-    """Inductor loads a library that lies where it would put one: cut off, that is a SIGBUS in every process to come."""
-    run(3.25)
-    (record,) = (own_cache / "purestep").iterdir()
-    library = library_of(record)
-    _cut(library, record)
-    library.write_bytes(library.read_bytes()[:5000])
-    for _ in range(2):
-        assert printed(_ANOTHER_PROCESS) == "tensor(True)"
-    assert library.stat().st_size > 5000
-
-
-_WARM = """
-import torch
-from purestep.compile.cpu import backend as native, graph_key as recording
-native._compile = None  # nothing is compiled
-call, _ = native.compiled(recording.record(lambda x: [torch.sin(x) * 3.75], [torch.ones(300)]), options=None)
-print(call([torch.zeros(300)])[0].abs().max())
-"""
-
-
-@pytest.mark.compile
-@pytest.mark.optimized
-def test_code_of_an_earlier_run_is_loaded_wherever_it_has_been_moved_to(own_cache: Path):
-    run(3.75)
-    moved = own_cache.rename(own_cache.with_name("moved"))
-    assert printed(_WARM, TORCHINDUCTOR_CACHE_DIR=str(moved)) == "tensor(0.)"
-
-
-@pytest.fixture
-def code(own_cache: Path) -> code_cache.Made:
-    library = own_cache / "library.so"
-    library.write_bytes(b"code")
-    return code_cache.Made(calls.Code(lambda tensors: tensors, str(library)), draws=False, threads=1)
-
-
-def test_a_record_that_cannot_be_written_leaves_nothing_behind(own_cache: Path, code: code_cache.Made):
-    (own_cache / "purestep" / "name" / "in the way").mkdir(parents=True)
-    code_cache.keep("name", code)
-    assert [path.name for path in (own_cache / "purestep").iterdir()] == ["name"]
-
-
-_FULL = """
-import resource, signal, sys
-from purestep.compile.cpu import launcher as calls, code_cache as kept
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (50, 50))
-code = calls.Code(lambda tensors: tensors, sys.argv[1])
-kept.keep("name", kept.Made(code, draws=False, threads=1))
-"""
-
-
-@pytest.mark.optimized
-def test_a_record_on_a_full_disk_leaves_nothing_behind(own_cache: Path, code: code_cache.Made):
-    """A limit on the size of files, which this record is longer than, fails in the middle of a write too."""
-    assert printed(_FULL.replace("sys.argv[1]", repr(code.code.file))) == ""
-    assert list((own_cache / "purestep").iterdir()) == []
-
-
-def test_only_what_inductor_calls_with_tensors_alone_is_kept(own_cache: Path):
-    code_cache.keep(
-        "0" * 64, code_cache.Made(calls.of(lambda tensors: tensors, 1, in_workspace=True), draws=False, threads=1)
-    )
-    assert not (own_cache / "purestep").exists()
-
-
 # --- in other processes -----------------------------------------------------------------------------------------------
+
+
+def started_process(code: str, **surroundings: str) -> subprocess.Popen[str]:
+    """Another process that runs this code."""
+    variables = os.environ | {"PYTHONPATH": str(Path(backend.__file__).parents[3])} | surroundings
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, "-c", code], env=variables, stdout=pipe, stderr=pipe, text=True)
+
+
+def finished(process: subprocess.Popen[str]) -> str:
+    """What it prints."""
+    out, errors = process.communicate(timeout=300)
+    assert not process.returncode, errors[-2000:]
+    return out.strip()
 
 
 def printed(code: str, **surroundings: str) -> str:
     """What another process prints that runs this code."""
-    source = str(Path(backend.__file__).parents[3])
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"PYTHONPATH": source} | surroundings,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert not done.returncode, done.stderr[-2000:]
-    return done.stdout.strip()
+    return finished(started_process(code, **surroundings))
+
+
+_WARM = """
+import sys, torch
+import purestep as ps
+from purestep.compile import capture
+run, *_ = capture.trace(lambda x: [torch.sin(x) * 3.75], [torch.ones(300)], backend="inductor", options=None)
+assert torch.equal(run([torch.zeros(300)])[0], torch.zeros(300))
+print("purestep.compile.cpu.aot" in sys.modules, "torch._inductor.compile_fx" in sys.modules)
+"""
+
+
+@pytest.mark.compile
+@pytest.mark.optimized
+def test_a_process_that_finds_code_loads_no_compiler_wherever_the_cache_has_moved_to(own_cache: Path):
+    assert printed(_WARM) == "True True"
+    moved = own_cache.rename(own_cache.with_name("moved"))
+    assert printed(_WARM, TORCHINDUCTOR_CACHE_DIR=str(moved)) == "False False"
+
+
+@pytest.mark.compile
+@pytest.mark.optimized
+def test_processes_that_compile_one_step_together_leave_one_whole_entry(own_cache: Path):
+    started = [started_process(_WARM) for _ in range(2)]
+    assert [finished(process) for process in started] == ["True True"] * 2
+    assert len(list((own_cache / "purestep").glob("[0-9a-f]*"))) == 2  # the step, and the kernels
+    assert printed(_WARM) == "False False"
 
 
 _TWO_THREADS = """
@@ -584,40 +517,3 @@ print(ends)
 def test_two_threads_that_start_together_do_not_wait_for_one_another(own_cache: Path):
     for _ in range(2):  # made, found
         assert printed(_TWO_THREADS) == "[True, True]"
-
-
-# --- what depends on size, and garbage --------------------------------------------------------------------------------
-
-
-def test_only_long_steps_are_called_by_slow_code():
-    with config.patch(backend._by_size(1e10)):
-        assert config.aot_inductor.compile_wrapper_opt_level == "O0"
-
-
-@pytest.mark.parametrize("on", [True, False])
-def test_garbage_is_collected_afterwards_as_it_was_before(on: bool):
-    def fails() -> None:
-        with exclusive():
-            assert not gc.isenabled()
-            raise ZeroDivisionError
-
-    was_on = gc.isenabled()
-    (gc.enable if on else gc.disable)()
-    try:
-        with pytest.raises(ZeroDivisionError):
-            fails()
-        assert gc.isenabled() is on
-        assert gc.get_freeze_count() == 0
-    finally:
-        (gc.enable if was_on else gc.disable)()
-
-
-def test_what_the_caller_has_frozen_stays_frozen():
-    gc.freeze()
-    try:
-        frozen = gc.get_freeze_count()
-        with exclusive():
-            pass
-        assert frozen / 2 < gc.get_freeze_count() <= frozen  # one that is let go is not counted any more
-    finally:
-        gc.unfreeze()

@@ -1,19 +1,18 @@
-"""Compiled steps on an x86 CPU: a plug-in that passes a traced graph to inductor and modifies its C++.
+"""Compiled steps on an x86 CPU under Linux: a plug-in that makes AOTInductor's libraries of traced graphs.
 
-`compile/backends.py` loads it by name. It uses private names of torch 2.13 and 2.14. With another torch, or with the
-environment variable ``PURESTEP_CPU=0``, `torch._inductor.standalone_compile` compiles a graph instead, to slower code
-with the same results but for rounding. ``PURESTEP_CPU=-gemm,-outline`` switches off single parts:
+`compile/backends.py` loads it by name. It uses private names of torch 2.13. With another torch, or with the environment
+variable ``PURESTEP_CPU=0``, `torch._inductor.standalone_compile` compiles a graph instead, to slower code with the same
+results but for rounding. ``PURESTEP_CPU=-fast`` switches off our C++ alone.
 
-    gemm             float32 matrix products by a C++ kernel for AVX2 and AVX-512 (`cpp_kernel` lets inductor call it)
-    attention        attention over at most 256 positions, as matrix products
-    embedding_grad   gradients of embeddings, in one order whatever the number of threads
-    workspace        one block of memory for each thread's intermediates, and inputs by address (`cpp_wrapper`,
-                     `launcher`)
-    outline          equal layers of a graph as calls of one function; needs ``workspace``
-    offset_pointers  weights of equal layers by pointers, so that they share a kernel; needs ``workspace``
-    code_cache       code of earlier runs, keyed by the text of a step's operations (`graph_key`)
+    backend      a graph's library, from the cache or new, and its calls
+    graph_key    a graph as text, the key of its library
+    code_cache   libraries of earlier runs
+    aot          a lowered graph to a library
+    cpp_library  our C++ beside inductor's: products, and the memory of intermediates
+    attention    short attention as products
 
-``python benchmarks/run.py --only ablation`` measures each. `backend` combines them; ``csrc`` has the C++.
+``csrc`` has the C++: ``fast.h`` in each library, ``gemm.cpp`` and ``memory.cpp`` in one that all of them call.
+``python benchmarks/run.py --only ablation`` measures what they gain.
 """
 
 from __future__ import annotations

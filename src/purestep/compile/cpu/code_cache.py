@@ -1,163 +1,186 @@
-"""Cache of native code between runs, keyed by the text of a step's operations (`graph_key`).
+"""Cache of compiled libraries between runs, in inductor's cache directory.
 
-Buys: a cache hit skips the trace by `make_fx`, inductor's passes and the hash of every file of torch that inductor's
-own cache needs. An entry is a small file in inductor's cache directory: the library, its digest, and how to call it.
-Code that the text does not determine (with a constant tensor, or a user's operator or pass) is not stored.
+An entry is a directory: the library, a JSON file that torch reads for operators without a C function, and a line with
+how to call it and a digest of all three. It is built in a directory of its own and then renamed, so that processes
+that start together each build one, and the first stays. A damaged entry is built again.
 
-Private names: ``torch._inductor.config``, the directory of inductor's cache, the tables of decompositions and
-lowerings.
+A library is code, so an entry is loaded only if it, and the directory, belong to this user or root and nobody else may
+write them. If the cache directory is not like that, or cannot be written, a private one is used.
 
-Without: inductor's own cache of graphs.
+Private names: ``torch._inductor.config``, the tables of decompositions and lowerings, if they are loaded.
 """
 
 from __future__ import annotations
 
+import atexit
 import functools
+import getpass
 import hashlib
 import json
 import os
 import platform
+import shutil
+import stat
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from . import graph_key, launcher
-from .graph_key import Record
-from .launcher import Code
+from . import graph_key
+
+if TYPE_CHECKING:
+    from torch.fx import GraphModule
 
 
-class Made(NamedTuple):
-    """The compiled code of a function."""
+class Entry(NamedTuple):
+    """A compiled library."""
 
-    code: Code
-    draws: bool
-    """whether it draws random numbers"""
-    threads: int
-    """maximal number of threads; 0 means no limit"""
+    library: str
+    facts: Sequence[Any]
+    """what its builder has returned"""
 
 
-def name(record: Record, chosen: Mapping[str, Any]) -> str | None:
-    """Return the cache key of a record's code on this machine with the current settings of torch and inductor; None if
-    it must not be stored.
-
-    Args:
-        record: of the function.
-        chosen: inductor's configuration during the compilation.
-    """
-    if record.lines is None:
-        return None
-    try:
-        text = [*_surroundings(chosen), *record.lines]
-    except Exception:  # no key, or a name that this torch lacks
-        return None
-    return f"{_hash(text)}.{here()}"
+LIBRARY, CALLS, LINE = "step.so", "step.json", "entry"
+"""The files of an entry. Torch looks for `CALLS` under this name."""
 
 
-def here() -> str:
-    """A digest of this machine and the installed torch and purestep."""
-    return _hash([_installed()])
-
-
-def _hash(text: list[str]) -> str:
-    return hashlib.sha256("\n".join(text).encode()).hexdigest()
-
-
-def load(known: str | None, count: int) -> Made | None:
-    """Load the code stored under a key; None if there is none or the library has changed. A changed library is removed,
-    because inductor would load it unchecked.
+def obtained(name: str | None, build: Callable[[str], Sequence[Any]]) -> Entry:
+    """Load an entry, or build it.
 
     Args:
-        known: from `name`.
-        count: number of the graph's tensors without the workspace.
+        name: from `named`; None builds a library that only this process uses.
+        build: writes the library to a path, and returns facts that JSON can hold.
     """
-    if known is None:
-        return None
+    return (name and found(name)) or _built(name, build)
+
+
+def named(lines: Sequence[str]) -> str:
+    """The name of what these lines determine on this machine, with the installed torch and purestep."""
+    return hashlib.sha256("\n".join([_installed(), *lines]).encode()).hexdigest()
+
+
+def found(name: str) -> Entry | None:
+    """The entry of a name, if there is a whole one that nobody else could have written."""
+    for place in (_shared(), _private()):
+        entry = place / name
+        with suppress(OSError, ValueError):
+            if all(map(is_own, (place, entry, *entry.iterdir()))):
+                *facts, digest = json.loads((entry / LINE).read_text(encoding="utf-8"))
+                if digest == _digest(entry, facts):
+                    return Entry(str(entry / LIBRARY), facts)
+    return None
+
+
+def _built(name: str | None, build: Callable[[str], Sequence[Any]]) -> Entry:
+    place = _writable()
+    new = Path(tempfile.mkdtemp(prefix="purestep_", dir=place))  # of mode 0700
+    atexit.register(shutil.rmtree, new, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=new) as work:
+        made = Path(work, LIBRARY)
+        facts = build(str(made))
+        made.rename(new / LIBRARY).chmod(0o700)
+        for calls in made.parent.glob("*.wrapper.json"):
+            calls.rename(new / CALLS).chmod(0o600)
+    with suppress(OSError):  # without an entry the next start only takes longer
+        if name is not None and place is not None:
+            (new / LINE).write_text(json.dumps([*facts, _digest(new, facts)]), encoding="utf-8")
+            (new / LINE).chmod(0o600)
+            new = _put(new, place / name)
+    return Entry(str(new / LIBRARY), facts)
+
+
+def _put(new: Path, entry: Path) -> Path:
+    """Rename a directory to an entry, and return where it is: another process may have been faster, and wins. A
+    damaged entry goes away."""
     try:
-        place, digest, draws, threads = _read(file_of(known))
-        library = _directory() / place
-        code = None
-        if _digest(library) == digest:
-            with suppress(OSError):  # built for another C library
-                code = launcher.loaded(str(library), count)
-        if code is None:
-            for part in (library, library.with_suffix(".o")):
-                part.unlink(missing_ok=True)
-            return None
-        return Made(code, draws, threads)
-    except Exception:  # compile again, whatever is wrong with the entry
-        return None
+        return new.rename(entry)
+    except OSError:
+        if found(entry.name) is None:
+            shutil.rmtree(entry)
+            return new.rename(entry)
+        return new
 
 
-def keep(known: str | None, made: Made) -> None:
-    """Store the library of a key, and how to call it."""
-    code, *rest = made
-    if known is None or code.file is None:
-        return
-    library = Path(code.file)
-    with suppress(Exception):  # without an entry the next start only takes longer
-        text = json.dumps([str(library.relative_to(_directory())), _digest(library), *rest])
-        _write(file_of(known), f"{text}\n{_hash([text])}\n".encode())
+def _digest(entry: Path, facts: Sequence[Any]) -> str:
+    made = hashlib.sha256(json.dumps(list(facts)).encode())
+    for name in (LIBRARY, CALLS):
+        with suppress(FileNotFoundError):
+            made.update((entry / name).read_bytes())
+    return made.hexdigest()
 
 
-def _read(record: Path) -> list[Any]:
-    """Read an entry of `keep`; raise ValueError if it is damaged."""
-    text, digest = record.read_text().splitlines()
-    if _hash([text]) != digest:
-        raise ValueError("the digest of a record is not that of its text")
-    return json.loads(text)
+# --- directories ------------------------------------------------------------------------------------------------------
 
 
-def _write(file: Path, data: bytes) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=file.parent) as directory:
-        whole = Path(directory, file.name)
-        whole.write_bytes(data)
-        os.replace(whole, file)
+def is_own(path: Path) -> bool:
+    """True if a file or directory, not a link, belongs to this user or root, and nobody else may write it."""
+    found = path.lstat()
+    plain = stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)
+    return plain and found.st_uid in (0, os.getuid()) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
-def _digest(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
+def _shared() -> Path:
+    """The directory in inductor's cache."""
+    root = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    if root is None:
+        root = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+    return Path(os.path.abspath(root), "purestep")
 
 
-def file_of(known: str) -> Path:
-    """The file of a key's entry."""
-    return _directory() / "purestep" / known
+def _private() -> Path:
+    """The directory of this user alone."""
+    return Path(tempfile.gettempdir(), f"purestep_{os.getuid()}")
 
 
-def _directory() -> Path:
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    return Path(cache_dir())
+def _writable() -> Path | None:
+    """The first directory that this user can write, and nobody else."""
+    for place in (_shared(), _private()):
+        with suppress(OSError):
+            place.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if is_own(place) and os.access(place, os.W_OK):
+                return place
+    return None
 
 
 # --- dependencies of the code -----------------------------------------------------------------------------------------
 
 
-def _surroundings(chosen: Mapping[str, Any]) -> Iterator[str]:
-    from torch._inductor import config
+def key(graph: GraphModule, options: Mapping[str, Any]) -> str | None:
+    """The name of a graph's code with the current settings of torch and inductor; None if they cannot be named, or
+    forbid caches.
+
+    Args:
+        graph: without decompositions.
+        options: inductor's configuration in addition to the current one.
+    """
+    try:
+        if not all(_is_torchs(becomes) for operator, becomes in _tables() if graph_key.uses(graph, operator)):
+            raise graph_key.Unnamed("a user's decomposition or lowering")
+        return named([*_surroundings(options), *graph_key.lines(graph)])
+    except graph_key.Unnamed:
+        return None
+
+
+def _surroundings(options: Mapping[str, Any]) -> Iterator[str]:
+    from torch._inductor import config  # loaded by torch's fake tensors
 
     settings: Any = config
-    ignored = settings._save_config_ignore  # includes a user's passes
 
     def is_set(name: str) -> Any:
-        return chosen.get(name, getattr(settings, name, None))
+        return options.get(name, getattr(settings, name, None))
 
-    if is_set("force_disable_caches") or not is_set("fx_graph_cache") or any(map(callable, map(is_set, ignored))):
-        raise graph_key.Unkeyable("inductor's settings")
-    if not all(map(_is_torchs, _tables())):
-        raise graph_key.Unkeyable("a user's decomposition or lowering")
-    found = settings.save_config_portable(ignore_private_configs=False) | dict(chosen)
-    yield from (f"{key} {graph_key.plain(value)}" for key, value in sorted(found.items()))
-    yield graph_key.plain(
-        sorted(chosen)
-    )  # settings outside `chosen` may depend on the graph: `emulate_precision_casts`
-    yield graph_key.plain(
+    passes = map(is_set, settings._save_config_ignore)
+    if is_set("force_disable_caches") or not is_set("fx_graph_cache") or any(map(callable, passes)):
+        raise graph_key.Unnamed("inductor's settings")
+    found = settings.save_config_portable(ignore_private_configs=False) | dict(options)
+    found.pop("aot_inductor.metadata")  # inductor changes it
+    yield graph_key.text(dict(sorted(found.items())))
+    yield graph_key.text(
         (
             torch.get_num_threads(),
             torch.get_default_dtype(),
@@ -181,11 +204,10 @@ def _tables() -> Iterator[tuple[Any, Any]]:
         yield from getattr(sys.modules.get(module), name, {}).items()
 
 
-def _is_torchs(entry: tuple[Any, Any]) -> bool:
-    target, becomes = entry
+def _is_torchs(becomes: Any) -> bool:
     if isinstance(becomes, functools.partial):
         becomes = becomes.func  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    return not graph_key.known(target) or getattr(becomes, "__module__", "").partition(".")[0] in ("torch", "purestep")
+    return getattr(becomes, "__module__", "").partition(".")[0] in ("torch", "purestep")
 
 
 @functools.cache
@@ -193,7 +215,7 @@ def _installed() -> str:
     """Versions of torch, Python and the processor, and the files of the code that compiles a graph."""
     roots = [Path(torch.__file__).parent / "_inductor", Path(__file__).parents[1]]
     sources = sorted(file for root in roots for file in root.rglob("*") if file.suffix in (".py", ".cpp", ".h"))
-    stats = [(str(file), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in sources]
+    stats = [(str(file), (each := file.stat()).st_size, each.st_mtime_ns) for file in sources]
     return repr((environment(), stats))
 
 

@@ -16,13 +16,13 @@ constexpr int64_t ROOM = 1 << 16;  // numbers of a at once: they stay in the sec
 constexpr int64_t SHORT = 64;  // of k: reading c and writing it is most of the work
 
 struct Plan { int64_t groups, heads, m, n, k, ag, ah, am, ak, bg, bh, bk, bn, cg, ch, cm; };
-struct Strides { int64_t am, ak, b, c; };
+struct Strides { int64_t am, ak, b, c, add; };
 
-// c[R, cols] = a[R, k] b[k, cols], or += where `add`.
+// c[R, cols] = a[R, k] b[k, cols] + add[R, cols], which may be c; without `add` where it is null.
 template <int64_t R, int64_t VECTORS>
 inline __attribute__((always_inline)) void block(
-    const float* __restrict a, const float* __restrict b, float* __restrict c, const Strides& s,
-    int64_t k, int64_t cols, bool add) {
+    const float* __restrict a, const float* __restrict b, float* c, const Strides& s,
+    int64_t k, int64_t cols, const float* add) {
   Vector sum[R][VECTORS];
 #pragma GCC unroll 16
   for (int64_t r = 0; r < R; r++)
@@ -48,10 +48,10 @@ inline __attribute__((always_inline)) void block(
       const int64_t left = std::min(cols - v * WIDE, WIDE);
       if (left <= 0) continue;
       if (left == WIDE) {
-        if (add) sum[r][v] = sum[r][v] + Vector::loadu(to);
+        if (add) sum[r][v] = sum[r][v] + Vector::loadu(add + r * s.add + v * WIDE);
         sum[r][v].store(to);
       } else {
-        if (add) sum[r][v] = sum[r][v] + Vector::loadu(to, left);
+        if (add) sum[r][v] = sum[r][v] + Vector::loadu(add + r * s.add + v * WIDE, left);
         sum[r][v].store(to, left);
       }
     }
@@ -59,10 +59,13 @@ inline __attribute__((always_inline)) void block(
 
 template <int64_t VECTORS>
 __attribute__((noinline)) void blocks(
-    const float* a, const float* b, float* c, const Strides& s, int64_t m, int64_t k, int64_t cols, bool add) {
-  for (; m >= ROWS; m -= ROWS, a += ROWS * s.am, c += ROWS * s.c) block<ROWS, VECTORS>(a, b, c, s, k, cols, add);
-  for (; m >= 4; m -= 4, a += 4 * s.am, c += 4 * s.c) block<4, VECTORS>(a, b, c, s, k, cols, add);
-  for (; m >= 1; m -= 1, a += s.am, c += s.c) block<1, VECTORS>(a, b, c, s, k, cols, add);
+    const float* a, const float* b, float* c, const Strides& s, int64_t m, int64_t k, int64_t cols,
+    const float* add) {
+  for (; m >= ROWS; m -= ROWS, a += ROWS * s.am, c += ROWS * s.c, add += ROWS * s.add)
+    block<ROWS, VECTORS>(a, b, c, s, k, cols, add);
+  for (; m >= 4; m -= 4, a += 4 * s.am, c += 4 * s.c, add += 4 * s.add)
+    block<4, VECTORS>(a, b, c, s, k, cols, add);
+  for (; m >= 1; m -= 1, a += s.am, c += s.c, add += s.add) block<1, VECTORS>(a, b, c, s, k, cols, add);
 }
 
 // b[k, cols] side by side, with zeros up to `width`.
@@ -104,7 +107,7 @@ inline const float* pack_rows(const float* a, int64_t m, int64_t k, int64_t ak) 
 // At most one panel of columns, and `DEEP` of k; a in the blocks of `pack_rows`, or with its own strides.
 inline void panel(
     const float* a, const float* b, float* c, int64_t m, int64_t cols, int64_t k, const Strides& s, int64_t bn,
-    bool in_blocks, bool add) {
+    bool in_blocks, const float* add) {
   alignas(64) float packed[DEEP * PANEL];
   const int64_t width = cols > WIDE ? PANEL : WIDE;
   const bool in_place = bn == 1 && cols == width && (m <= 2 * ROWS || k <= SHORT);
@@ -113,23 +116,29 @@ inline void panel(
   const int64_t bk = in_place ? s.b : width;
   for (int64_t i = 0, step = in_blocks ? ROWS : m; i < m; i += step, a += ROWS * k) {
     const int64_t high = std::min(m - i, step);
-    const Strides of{in_blocks ? 1 : s.am, in_blocks ? high : s.ak, bk, s.c};
-    if (cols > WIDE) blocks<2>(a, from, c + i * s.c, of, high, k, cols, add);
-    else blocks<1>(a, from, c + i * s.c, of, high, k, cols, add);
+    const Strides of{in_blocks ? 1 : s.am, in_blocks ? high : s.ak, bk, s.c, s.add};
+    const float* more = add ? add + i * s.add : nullptr;
+    if (cols > WIDE) blocks<2>(a, from, c + i * s.c, of, high, k, cols, more);
+    else blocks<1>(a, from, c + i * s.c, of, high, k, cols, more);
   }
 }
 
 // As many rows as `ROOM` holds of `DEEP` of k, or of all.
 inline void part(
-    const float* a, const float* b, float* c, int64_t m, int64_t n, int64_t k, const Strides& s, int64_t bn) {
+    const float* a, const float* b, float* c, const float* bias, int64_t m, int64_t n, int64_t k,
+    Strides s, int64_t bn) {
   const bool in_blocks = s.am == 1 && s.ak >= 256 && m >= 2 * ROWS && n > PANEL;  // nearer ones stay without
   if (k == 0)
-    for (int64_t i = 0; i < m; i++) std::memset(c + i * s.c, 0, sizeof(float) * n);
+    for (int64_t i = 0; i < m; i++)
+      for (int64_t j = 0; j < n; j++) c[i * s.c + j] = bias ? bias[j] : 0;
   for (int64_t at = 0; at < k; at += DEEP) {
     const int64_t deep = std::min(k - at, DEEP);
+    const float* add = at ? c : bias;
+    s.add = at ? s.c : 0;
     const float* left = in_blocks ? pack_rows(a + at * s.ak, m, deep, s.ak) : a + at * s.ak;
     for (int64_t p = 0; p < n; p += PANEL)
-      panel(left, b + at * s.b + p * bn, c + p, m, std::min(n - p, PANEL), deep, s, bn, in_blocks, at > 0);
+      panel(left, b + at * s.b + p * bn, c + p, m, std::min(n - p, PANEL), deep, s, bn, in_blocks,
+            add ? add + p : nullptr);
   }
 }
 
@@ -140,8 +149,10 @@ inline int64_t share(int64_t size, int64_t parts, int64_t unit) {
 
 }  // namespace
 
-// c[g, h, m, n] = a[g, h, m, k] b[g, h, k, n], of any strides but that of n in c, which is 1.
-extern "C" void purestep_product(const float* a, const float* b, float* c, const int64_t* plan) {
+// c[g, h, m, n] = a[g, h, m, k] b[g, h, k, n] + bias[n], of any strides but that of n in c, which is 1. The bias may be
+// null.
+extern "C" void purestep_product(
+    const float* a, const float* b, float* c, const float* bias, const int64_t* plan) {
   const auto [groups, heads, m, n, k, ag, ah, am, ak, bg, bh, bk, bn, cg, ch, cm] = *(const Plan*)plan;
   if (groups * heads * m * n == 0) return;
   const int threads = groups * heads * m * n * k > (1 << 18) ? omp_get_max_threads() : 1;
@@ -156,7 +167,7 @@ extern "C" void purestep_product(const float* a, const float* b, float* c, const
   const int64_t high = share(tall, (tall + fits - 1) / fits, ROWS);
   const auto at = [&](int64_t g, int64_t h, int64_t i, int64_t p) {
     part(a + g * ag + h * ah + i * am, b + g * bg + h * bh + p * bn, c + g * cg + h * ch + i * cm + p,
-         std::min(high, m - i), std::min(wide, n - p), k, {am, ak, bk, cm}, bn);
+         bias ? bias + p : nullptr, std::min(high, m - i), std::min(wide, n - p), k, {am, ak, bk, cm, 0}, bn);
   };
   if (threads == 1) {  // a parallel region of one thread takes a lock
     for (int64_t g = 0; g < groups; g++)

@@ -1,0 +1,62 @@
+"""The C++ of a step beside inductor's: a library with the product kernel and a thread's memory (``gemm.cpp``,
+``memory.cpp``), which each compiled step calls, and the header that makes inductor's code call it (``fast.h``).
+
+Buys: a call of torch's product has an overhead of 1.2 to 2.5 us, and MKL's kernels are slow for small matrices and on
+processors that are not Intel's. Inductor's code calls malloc for every intermediate tensor and wraps each in objects, a
+tenth of the time of a step with many small tensors; the memory of large ones returns to the system after every use, and
+comes back page by page.
+
+The kernel follows Goto and van de Geijn (Anatomy of High-Performance Matrix Multiplication, ACM TOMS 2008): as many
+rows on the left as the L2 cache holds, panels of two vectors of columns on the right, packed if they are not
+contiguous, blocks of rows in registers. Each element is summed in one order, whatever the number of threads.
+
+The header replaces names of inductor's generated C++ by macros: ``RAIIAtenTensorHandle``,
+``steal_from_raw_handles_to_raii_handles``, ``aoti_torch_empty_strided``, ``aoti_torch_cpu_mm_out`` and the like.
+
+Without: torch's products, and inductor's allocations.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from . import code_cache
+
+_SOURCES = ("gemm.cpp", "memory.cpp")
+
+
+def source(name: str) -> str:
+    """Read a C++ file."""
+    return resources.files(__package__ or "").joinpath("csrc", name).read_text(encoding="utf-8")
+
+
+def shim() -> str:
+    """The header as a declaration for inductor's option ``aot_inductor.custom_ops_to_c_shims``, which puts its text
+    between ``extern "C" { extern`` and ``; }``."""
+    return f'int purestep_begin;\n}}\n{source("fast.h")}\nextern "C" {{\nextern int purestep_end'
+
+
+@functools.cache
+def loaded() -> ctypes.CDLL:
+    """Load the library, whose functions the code of steps finds by their names; compile it once for a machine."""
+    text = "\n".join(map(source, _SOURCES))
+    found = code_cache.obtained(code_cache.named([text]), functools.partial(_build, text))
+    made = ctypes.CDLL(found.library, ctypes.RTLD_GLOBAL)
+    made.purestep_held.restype = ctypes.c_int64
+    return made
+
+
+def _build(text: str, library: str) -> tuple[()]:
+    from torch._inductor import cpp_builder, cpu_vec_isa
+
+    builders: Any = cpp_builder
+    file = Path(library).with_suffix(".cpp")
+    file.write_text(text, encoding="utf-8")
+    options = builders.CppTorchOptions(vec_isa=cpu_vec_isa.pick_vec_isa())
+    builder = builders.CppBuilder(file.stem, str(file), options, str(file.parent))
+    builder.build()
+    return ()

@@ -1,4 +1,0 @@
-struct Piece {
-  const void* at;
-  const void* data_ptr() const { return at; }
-};

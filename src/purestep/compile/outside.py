@@ -1,0 +1,120 @@
+"""Tensors that a step reads besides its state and its batch: a teacher in the objective's closure, class weights.
+
+They become inputs of its graph, so every call reads them: writes in place, ``load_state_dict`` and ``.data.copy_``
+count.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+
+from ..errors import StepContractError
+from ..torch_ext import tracing
+from .control_flow import Mode
+
+if TYPE_CHECKING:  # loading torch.fx's tracing doubles the time of `import purestep`
+    from torch.fx import GraphModule
+
+
+def lifted(graph: GraphModule) -> tuple[GraphModule, list[Tensor]]:
+    """Make the tensors that a trace met besides its inputs further inputs; return the graph and these tensors.
+
+    Constants that the step itself creates stay constants, as do sparse tensors and tensor subclasses.
+
+    Raises:
+        StepContractError: such a tensor has no values.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    outside, made = dict[int, Tensor](), dict[int, Any]()
+    inputs = graph.graph.find_nodes(op="placeholder")
+    mode = inputs[0].meta["val"].fake_mode
+    for node in graph.graph.find_nodes(op="get_attr"):
+        leaf = getattr(graph, node.target)
+        if isinstance(leaf, FakeTensor):
+            raise StepContractError(
+                f"a tensor {list(leaf.shape)} without values, which the step stored during an earlier capture",
+                where="step",
+                hint="create tensors that a module or a cache stores in __init__, or compute them in every call",
+            )
+        if not _is_memory(leaf) or all(user.target in _LITERALS for user in node.users):
+            continue
+        if id(leaf) not in outside:
+            with graph.graph.inserting_after([*inputs, *made.values()][-1]):
+                made[id(leaf)] = graph.graph.placeholder(f"outside_{len(made)}")
+            made[id(leaf)].meta["val"] = mode.from_tensor(leaf, static_shapes=True)
+            outside[id(leaf)] = leaf
+        node.replace_all_uses_with(made[id(leaf)])
+        graph.graph.erase_node(node)
+    if outside:
+        graph.recompile()
+    return graph, list(outside.values())
+
+
+_LITERALS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
+"""Called with a constant that `torch.tensor` has just created."""
+
+
+def _is_memory(leaf: Any) -> bool:
+    is_plain = type(leaf) in (Tensor, nn.Parameter) and leaf.layout is torch.strided
+    return is_plain and not (leaf.is_quantized or leaf.is_conj() or leaf.is_neg())
+
+
+class Unwritten(Mode):
+    """Mode of a trace that refuses writes of tensors besides the function's own, and of views of such tensors.
+
+    Raises:
+        StepContractError: from the line that writes one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._views: dict[int, Tensor] = {}  # by their storage
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if tracing.has_parts(types):
+            return NotImplemented
+        if not isinstance(func, OpOverload):  # a higher-order operator
+            return func(*args, **(kwargs or {}))
+        schema: Any = func._schema  # pyright: ignore[reportPrivateUsage]
+        named = {each.name: (each, given) for each, given in zip(schema.arguments, args, strict=False)}
+        is_training = "training" not in named or named["training"][1]  # else statistics are read
+        for name, (argument, given) in named.items():
+            is_written = argument.alias_info is not None and argument.alias_info.is_write
+            if (is_written or name in _STATISTICS) and is_training and self._is_outside(given):
+                raise _written(given)
+        made = func(*args, **(kwargs or {}))
+        is_view = isinstance(made, Tensor) and any(each.alias_info is not None for each in schema.returns)
+        if is_view and any(self._is_outside(given) for _, given in named.values()):
+            self._views[_storage(made)] = made
+        return made
+
+    def _is_outside(self, value: Any) -> bool:
+        return _is_memory(value) or (isinstance(value, Tensor) and _storage(value) in self._views)
+
+
+def _storage(value: Tensor) -> int:
+    if value.layout is not torch.strided:
+        return 0
+    memory: Any = value.untyped_storage()
+    return memory._cdata
+
+
+_STATISTICS = ("running_mean", "running_var")
+"""Arguments that batch normalization writes in training, which not all of its schemas say."""
+
+
+def _written(leaf: Tensor) -> StepContractError:
+    frame = sys._getframe()  # pyright: ignore[reportPrivateUsage]
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(tracing.LIBRARIES):
+        frame = frame.f_back
+    return StepContractError(
+        f"writes a tensor {list(leaf.shape)} {leaf.dtype} that is not in the state, as BatchNorm does in train mode",
+        where=f"{frame.f_code.co_filename}:{frame.f_lineno}",
+        hint="call .eval() on the module that holds it, or hold its buffers in the state",
+    )

@@ -1,0 +1,102 @@
+"""Batch sizes: which dimensions vary, and fake tensors with symbolic sizes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+Shapes: TypeAlias = list["tuple[int, ...] | None"]
+"""The shape of each leaf of a batch; None for a leaf that is no tensor."""
+
+Varying: TypeAlias = "list[tuple[bool, ...]]"
+"""Which dimensions of each leaf vary; empty for a leaf that is no tensor."""
+
+
+def shapes(leaves: Sequence[Any]) -> Shapes:
+    """The shapes of a batch's leaves."""
+    return [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves]
+
+
+def varying(seen: Sequence[Shapes]) -> Varying:
+    """The dimensions in which batches of one structure differ.
+
+    Example:
+        >>> varying([[(4, 8), None], [(3, 8), None]])
+        [(True, False), ()]
+    """
+    return [
+        () if of_leaf[0] is None else tuple(len(set(of_dimension)) > 1 for of_dimension in zip(*of_leaf, strict=True))
+        for of_leaf in zip(*seen, strict=True)
+    ]
+
+
+def example(leaves: list[Any], seen: Sequence[Shapes], varying: Varying) -> list[Any] | None:
+    """Return a batch whose varying dimensions are at least 2, since torch specializes sizes 0 and 1.
+
+    Returns:
+        The leaves themselves if they qualify, else zeros of the shapes of a seen batch that does; None if there is
+        none.
+    """
+    for given in (shapes(leaves), *reversed(seen)):
+        moving = [itertools.compress(shape or (), dims) for shape, dims in zip(given, varying, strict=True)]
+        if all(size >= 2 for size in itertools.chain(*moving)):
+            return leaves if given == shapes(leaves) else like(leaves, given)
+    return None
+
+
+def like(leaves: list[Any], given: Shapes) -> list[Any]:
+    """Replace the tensors of a batch by zeros of these shapes."""
+    return [leaf if shape is None else leaf.new_zeros(shape) for leaf, shape in zip(leaves, given, strict=True)]
+
+
+class Symbols:
+    """Fake tensors with symbols for the varying sizes, and the guards that a trace with them produces.
+
+    Args:
+        inputs: tensors whose every size is constant.
+        leaves: tensors of the batch.
+        dims: which dimensions of each leaf vary.
+    """
+
+    def __init__(self, inputs: Sequence[Tensor], leaves: Sequence[Tensor], dims: Varying) -> None:
+        # Private modules, which torch.export uses in the same way.
+        from torch._dynamo.source import LocalSource
+        from torch._subclasses import FakeTensorMode
+        from torch.fx.experimental import symbolic_shapes as shapes_
+
+        self._env = shapes_.ShapeEnv()
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=self._env)
+        constant = [self.mode.from_tensor(tensor, static_shapes=True) for tensor in inputs]
+        self._leaves: list[Any] = []
+        for index, (leaf, moves) in enumerate(zip(leaves, dims, strict=True)):
+            kinds = [shapes_.DimDynamic.DYNAMIC if each else shapes_.DimDynamic.STATIC for each in moves]
+            context = shapes_.StatelessSymbolicContext(dynamic_sizes=kinds)
+            source = LocalSource(f"batch{index}")
+            self._leaves.append(self.mode.from_tensor(_at_start(leaf), source=source, symbolic_context=context))
+        self.fakes: list[Tensor] = [*constant, *self._leaves]
+
+    def vary(self) -> bool:
+        """True if a varying size is still a symbol: code that needs a number specializes it."""
+        return any(
+            isinstance(size, torch.SymInt) and size.node.maybe_as_int() is None
+            for leaf in self._leaves
+            for size in leaf.shape
+        )
+
+    def fits(self) -> Callable[[list[Tensor]], bool]:
+        """Return a check of whether the graph accepts a batch's tensors; call this after the graph was compiled."""
+        guards, evaluate = self._env.produce_guards_expression(self._leaves, ignore_static=False), self._env
+        if not guards:
+            return lambda leaves: True
+        return lambda leaves: bool(evaluate.evaluate_guards_expression(guards, [_at_start(leaf) for leaf in leaves]))
+
+
+def _at_start(leaf: Tensor) -> Tensor:
+    """A tensor of the same layout that begins where its memory begins: guards compare offsets, which graphs ignore."""
+    if not leaf.storage_offset():
+        return leaf
+    return leaf.detach().as_strided(leaf.shape, leaf.stride(), 0).requires_grad_(leaf.requires_grad)

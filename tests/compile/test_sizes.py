@@ -1,0 +1,162 @@
+"""Compiled steps under batches of many sizes: few graphs, eager's results, never an error."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from helpers import assert_trees_close
+from torch import Tensor, nn
+from torch.nn import functional
+
+import purestep as ps
+from purestep.compile import graphs, sizes
+
+pytestmark = pytest.mark.compile
+
+
+class Attention(nn.Module):
+    """One head over sequences of 8 features, the mean over time, 3 classes."""
+
+    def __init__(self, dropout: float = 0.1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(8, 24)
+        self.outer = nn.Linear(8, 3)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, times, _ = x.shape
+        query, key, value = self.inner(x).reshape(rows, times, 3, 2, 4).permute(2, 0, 3, 1, 4).unbind(0)
+        found = functional.scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape(rows, times, 8)
+        return self.outer(self.dropout(found).mean(1))
+
+
+def batch(rows: int, times: int = 5) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * rows + times)
+    return torch.randn(rows, times, 8, generator=generator), torch.arange(rows) % 3
+
+
+def attention(objective: Any = None) -> ps.Program:
+    return ps.program(Attention(), objective or ps.supervised(nn.CrossEntropyLoss()), ps.optim.sgd(0.5, momentum=0.9))
+
+
+def compared(program: ps.Program, given: list[Any], **options: Any) -> Any:
+    """Trains eagerly and compiled, compares every step, and returns the compiled step."""
+    step = ps.compile_step(program.train_step, **({"backend": "aot_eager"} | options))
+    state, eager = program.init(seed=1, device="cpu"), program.init(seed=1, device="cpu")
+    for each in given:
+        state, metrics = step(state, each)
+        eager, expected = program.train_step(eager, each)
+        assert_trees_close(dict(metrics), dict(expected), rtol=1e-4, atol=1e-5)
+    assert_trees_close(ps.clone(state), eager, rtol=1e-4, atol=1e-5)
+    return step
+
+
+SIZES = (4, 3, 2, 5, 6, 1, 7, 8, 9, 10, 11, 12, 13, 40, 4, 1)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_attention_has_four_graphs_whatever_sizes_come(donate: bool) -> None:
+    """Of the first two sizes, of all others, and of one row, which torch takes for a constant."""
+    assert compared(attention(), [batch(rows) for rows in SIZES], donate=donate).graphs == 4
+
+
+@pytest.mark.optimized
+def test_the_graph_for_all_sizes_draws_what_an_eager_step_draws_with_inductor_too() -> None:
+    program = ps.program(
+        nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2)), ps.supervised(nn.MSELoss()), ps.optim.sgd(0.1)
+    )
+    step = compared(program, [(torch.randn(n, 4), torch.zeros(n, 2)) for n in (4, 3, 2, 5, 6)], backend="inductor")
+    assert step.graphs == 3
+
+
+def test_a_second_dimension_that_begins_to_vary_is_one_more_graph() -> None:
+    given = [batch(rows) for rows in (4, 3, 2)] + [
+        batch(rows, times) for rows, times in ((4, 6), (4, 7), (9, 9), (3, 2))
+    ]
+    assert compared(attention(), given).graphs == 4
+
+
+def test_slices_of_a_data_set_share_the_graph_for_all_sizes() -> None:
+    program = ps.program(nn.Linear(4, 3), ps.supervised(nn.CrossEntropyLoss()), ps.optim.sgd(0.1))
+    x, y = torch.randn(40, 4), torch.arange(40) % 3
+    given = [(x[at : at + n], y[at : at + n]) for at, n in ((0, 5), (5, 4), (9, 3), (12, 8), (0, 6), (20, 7), (3, 9))]
+    assert compared(program, given).graphs == 3
+
+
+def test_sizes_with_another_remainder_by_the_micro_batches_have_a_graph_for_many_too() -> None:
+    program = ps.program(nn.Linear(4, 3), ps.supervised(nn.CrossEntropyLoss()), ps.optim.sgd(0.1), microbatches=2)
+    step = compared(program, [(torch.randn(n, 4), torch.arange(n) % 3) for n in (8, 6, 4, 5, 7, 9, 10, 11, 12, 13)])
+    assert step.graphs == 4
+
+
+def test_fifty_lengths() -> None:
+    assert compared(attention(), [batch(4, times) for times in range(2, 52)]).graphs == 3
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        # A number of Python.
+        pytest.param(len, marks=pytest.mark.filterwarnings("ignore:3 batch sizes, and no single graph")),
+        lambda x: x.shape[0],
+        pytest.param(
+            lambda x: float(x[:, 0].numel()), marks=pytest.mark.filterwarnings("ignore:3 batch sizes, and no single")
+        ),
+        lambda x: ps.metrics.as_mean(x.mean(), x.shape[0]).weight,
+    ],
+)
+def test_weights_that_are_the_number_of_rows(weight: Any) -> None:
+    def objective(model: Any, given: Any) -> ps.Loss:
+        return ps.Loss(functional.mse_loss(model(given), given), weight(given), {})
+
+    program = ps.program(nn.Linear(3, 3), objective, ps.optim.sgd(0.1), accumulate=2)
+    compared(program, [torch.randn(rows, 3) for rows in (4, 3, 2, 5, 6, 1, 8, 9)])
+
+
+def test_a_branch_on_a_size_is_a_guard() -> None:
+    def objective(model: Any, given: Any) -> ps.Loss:
+        found = model(given)
+        return ps.Loss((found if found.shape[0] > 5 else -2 * found).mean(), 1, {})
+
+    program = ps.program(nn.Linear(3, 3), objective, ps.optim.sgd(0.1))
+    compared(program, [torch.randn(rows, 3) for rows in (4, 3, 2, 5, 6, 7, 1, 12)])
+
+
+def test_a_size_as_a_number_of_pythons_compiles_each_size_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "_MAX_EXACT", 4)
+
+    def objective(model: Any, given: Any) -> ps.Loss:
+        rows = torch.tensor([float(index) for index in range(int(given.shape[0]))])
+        return ps.Loss((model(given).sum(1) * rows).mean(), 1, {})
+
+    program = ps.program(nn.Linear(3, 3), objective, ps.optim.sgd(0.1))
+    with pytest.warns(RuntimeWarning, match="3 batch sizes, and no single graph accepts them all.*cure: pad") as said:
+        step = compared(program, [torch.randn(rows, 3) for rows in (*range(4, 16), 4)])
+    assert len(said) == 1
+    assert step.graphs == 13  # the first size had gone when it came again
+
+
+def test_layouts_that_the_graph_for_all_sizes_does_not_serve_have_their_own() -> None:
+    program = ps.program(nn.Conv2d(3, 2, 3), ps.supervised(nn.MSELoss()), ps.optim.sgd(0.1))
+
+    def images(rows: int, layout: torch.memory_format = torch.contiguous_format) -> tuple[Tensor, Tensor]:
+        return torch.randn(rows, 3, 6, 6).contiguous(memory_format=layout), torch.zeros(rows, 2, 4, 4)
+
+    step = compared(program, [images(rows) for rows in (4, 3, 2, 5)] + [images(7, torch.channels_last)] * 2)
+    assert step.graphs == 4
+
+
+@pytest.mark.parametrize("shapes", list(itertools.permutations([(1, 4), (3, 4), (2, 4)])), ids=str)
+def test_the_example_of_many_sizes_is_none_that_torch_takes_for_a_constant(shapes: Any) -> None:
+    seen, leaves = [[shape] for shape in shapes[:2]], [torch.ones(shapes[2])]
+    moving = sizes.varying([*seen, sizes.shapes(leaves)])
+    assert moving == [(True, False)]
+    found = sizes.example(leaves, seen, moving)
+    assert found is not None
+    assert found[0].shape[0] >= 2
+    assert (found is leaves) == (shapes[2][0] >= 2)
+    assert sizes.example([torch.ones(1, 4)], [[(0, 4)]], moving) is None
