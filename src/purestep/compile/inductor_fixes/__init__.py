@@ -9,7 +9,7 @@
     trace_order       memory: products that move to the end of a step
     inplace_reuse     memory: results that do not reuse the memory of their inputs
 
-The upstream issues are not known here. A file whose test passes without it goes.
+A file names the issue of torch where one is known. A file whose test passes without it goes.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 Take a step that returns ``{"weights": new, "before": weights.clone()}``. The graph computes ``new`` and the clone, then
 writes both. But inductor removes operations that change no value (a clone, ``x * 1``, a round-trip cast), and then
 reads the buffer itself, which has been overwritten: ``before`` becomes ``new``. `torch.compile` of such a function has
-the same bug (torch 2.11 to 2.14). A metric that is a value of the old state would become one of the new state.
+the same bug (torch 2.11 to 2.14, https://github.com/pytorch/pytorch/issues/198131). A metric that is a value of the old
+state would become one of the new state.
 
 Here, once inductor has removed what it removes, such a source, or result, passes through an operator that copies. A
 view of a computed value is stored before it is written into a buffer: inductor would compute it during the write, from

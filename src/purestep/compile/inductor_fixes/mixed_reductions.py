@@ -4,10 +4,12 @@ On a GPU inductor computes sums over the rows and over the columns of one large 
 gradients by its weight and by its input. It adds up parts of the column sums afterwards, and gives the name of their
 buffer to the result. If the buffer is a piece of a concatenation, such as a flat gradient, the piece is never written:
 the concatenation has whatever was in the memory (torch 2.11 to 2.14; models with LayerNorm and 4,096 rows or more).
-`torch.compile` of ``torch.cat([weight_grad, bias_grad])`` has the same bug. Here such a sum gets a fixed layout, so
-that inductor copies it into the concatenation.
+`torch.compile` of ``torch.cat([weight_grad, bias_grad])`` has the same bug
+(https://github.com/pytorch/pytorch/issues/193061). Here such a sum gets a fixed layout, so that inductor copies it into
+the concatenation.
 
-Test: `test_mixed_reductions.py`, ``test_a_graph_is_right``, on a GPU or in the rehearsal.
+Test: `cuda_rehearsal/test_concatenation.py`, ``test_sums_that_are_parts_of_a_concatenation_are_read``, which reads
+inductor's code; on a GPU also `test_mixed_reductions.py`, ``test_a_graph_is_right``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """A random permutation as an index.
 
-Inductor's pattern for ``x[torch.randperm(n)]`` fails (torch 2.13: "Not all inputs to pattern found"), as does
-`torch.compile` of the line alone. Here a copy that inductor does not remove hides the permutation from the pattern. On
-the CPU `torch_ext.draws` has replaced it already.
+Inductor's pattern for ``x[torch.randperm(n)]`` fails ("Not all inputs to pattern found"; up to torch 2.13,
+https://github.com/pytorch/pytorch/issues/183988, right in torch 2.14), as does `torch.compile` of the line alone. Here
+a copy that inductor does not remove hides the permutation from the pattern. On the CPU `torch_ext.draws` has replaced
+it already.
 
 Test: `test_inductor_fixes.py`, ``test_a_random_permutation_is_an_index``.
 """
