@@ -91,8 +91,8 @@ class Unwritten(Mode):
                     for leaf in filter(self._is_outside, _listed(given.get(argument.name))):
                         raise _written(leaf)
         made = func(*args, **(kwargs or {}))
-        is_view = any(each.alias_info is not None for each in schema.returns)
-        if is_view and any(self._is_outside(leaf) for value in given.values() for leaf in _listed(value)):
+        viewed = [given.get(argument.name) for argument in schema.arguments if argument.alias_info is not None]
+        if any(self._is_outside(leaf) for value in viewed for leaf in _listed(value)):
             self._views |= {_storage(view): view for view in _listed(made) if isinstance(view, Tensor)}
         return made
 

@@ -94,7 +94,7 @@ def drawn(
         if fill == _PERMUTATION:
             torch.randperm(len(part), generator=generator, out=part)
         else:
-            FILLS[fill](part, *whole, *numbers, generator=generator)
+            FILLS[fill](part, *(whole or ()), *(numbers or ()), generator=generator)  # AOTInductor gives None for []
     return made
 
 
@@ -110,7 +110,7 @@ def coins(chances: Tensor, size: Sequence[int], stride: Sequence[int], dtype: to
 def _empty(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, members: int) -> Tensor:
     generators = _generators.get() if members else ()
     device = generators[0].device if generators else torch.device("cpu")
-    return torch.empty_strided(size, stride, dtype=dtype, device=device)
+    return torch.empty_strided(size or (), stride or (), dtype=dtype, device=device)
 
 
 def _parts(made: Tensor, members: int) -> Sequence[tuple[Tensor, torch.Generator | None]]:
