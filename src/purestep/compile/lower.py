@@ -118,7 +118,7 @@ def _functional(graph: GraphModule, fakes: Sequence[Tensor], mode: Any) -> Graph
         with mode:
             graph = traced(torch.func.functionalize(graph, remove="mutations"), fakes)
     if not fx_passes.is_functional(graph):
-        raise NotLowered
+        raise NotLowered("writes in place cannot be moved to the end")
     return fx_passes.writing_last(graph)
 
 

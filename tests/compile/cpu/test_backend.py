@@ -51,7 +51,7 @@ def close(found: list[Tensor], expected: list[Tensor], tolerance: float = 1e-5) 
 
 
 def in_a_thread(function: Callable[[], Any]) -> Any:
-    """What a function returns in a thread of its own, whose memory is new."""
+    """Call a function in a new thread, which has kept no memory yet; return its result."""
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(function()))
     thread.start()
@@ -457,7 +457,7 @@ holding.register_fake(torch.empty_like)
 
 
 def test_a_tensor_that_an_operator_keeps_stays_what_it_is():
-    """Of the caller, and of the graph, whose memory would be used again."""
+    """An operator may keep tensors of the caller, and of the graph, which must not reuse their memory."""
     HELD.clear()
     x = torch.randn(700)
     run = compiled(lambda x: [holding(x), holding(x.sin() + 1).exp()], x)

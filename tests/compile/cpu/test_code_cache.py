@@ -244,7 +244,7 @@ def test_an_entry_is_found_again(own_cache: Path):
     assert again == made
     assert list(again.facts) == [True, 2]
     assert [path.name for path in (own_cache / "purestep").iterdir()] == [NAME]
-    assert {path.name: path.stat().st_mode & 0o77 for path in Path(made.library).parent.iterdir()} == {
+    assert {path.name: path.stat().st_mode & 0o77 for path in Path(made.path).parent.iterdir()} == {
         "step.so": 0,
         "step.json": 0,
         "entry": 0,
@@ -252,7 +252,7 @@ def test_an_entry_is_found_again(own_cache: Path):
 
 
 def test_a_library_without_a_name_is_no_entry():
-    made = [code_cache.obtained(None, builder()).library for _ in range(2)]
+    made = [code_cache.obtained(None, builder()).path for _ in range(2)]
     assert len(set(made)) == 2
     assert all(Path(each).read_text() == "code" for each in made)
 
@@ -302,10 +302,10 @@ def test_of_two_that_build_one_entry_the_first_stays(own_cache: Path):
         return builder("second")(library)
 
     made = code_cache.obtained(NAME, late)
-    assert Path(made.library).read_text() == "second"  # its own, until the process ends
+    assert Path(made.path).read_text() == "second"  # its own, until the process ends
     found = code_cache.found(NAME)
     assert found is not None
-    assert Path(found.library).read_text() == "first"
+    assert Path(found.path).read_text() == "first"
 
 
 def test_a_build_that_fails_leaves_no_entry(own_cache: Path):
@@ -320,13 +320,13 @@ def test_in_a_directory_that_others_may_write_nothing_is_loaded_or_stored(own_ca
     foreign = code_cache.obtained(NAME, builder("foreign"))
     (own_cache / "purestep").chmod(mode)
     assert code_cache.found(NAME) is None
-    made = Path(code_cache.obtained(NAME, builder("own")).library)
+    made = Path(code_cache.obtained(NAME, builder("own")).path)
     assert made.read_text() == "own"
-    assert Path(foreign.library).read_text() == "foreign"
+    assert Path(foreign.path).read_text() == "foreign"
     private = made.parents[1]
     assert private.name == f"purestep_{os.getuid()}"
     assert private.stat().st_mode & 0o777 == 0o700
-    assert code_cache.obtained(NAME, fails).library == str(made)
+    assert code_cache.obtained(NAME, fails).path == str(made)
 
 
 def test_a_directory_of_another_user_is_not_used(own_cache: Path, monkeypatch: pytest.MonkeyPatch):
@@ -342,14 +342,14 @@ def test_a_cache_that_cannot_be_written_is_read(own_cache: Path, monkeypatch: py
     old = code_cache.obtained(NAME, builder("old"))
     monkeypatch.setattr(os, "access", lambda path, mode: not Path(path).is_relative_to(own_cache / "purestep"))
     assert code_cache.obtained(NAME, fails) == old
-    made = Path(code_cache.obtained("1" * 64, builder("new")).library)
+    made = Path(code_cache.obtained("1" * 64, builder("new")).path)
     assert not made.is_relative_to(own_cache / "purestep")
     assert made.read_text() == "new"
 
 
 def test_without_any_directory_code_is_built_for_the_process(own_cache: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(code_cache, "is_own", lambda path: False)
-    made = [code_cache.obtained(NAME, builder()).library for _ in range(2)]
+    made = [code_cache.obtained(NAME, builder()).path for _ in range(2)]
     assert len(set(made)) == 2
 
 
@@ -455,14 +455,14 @@ def started_process(code: str, **surroundings: str) -> subprocess.Popen[str]:
 
 
 def finished(process: subprocess.Popen[str]) -> str:
-    """What it prints."""
+    """Wait for a process; return its output."""
     out, errors = process.communicate(timeout=300)
     assert not process.returncode, errors[-2000:]
     return out.strip()
 
 
 def printed(code: str, **surroundings: str) -> str:
-    """What another process prints that runs this code."""
+    """Run the code in another process; return its output."""
     return finished(started_process(code, **surroundings))
 
 

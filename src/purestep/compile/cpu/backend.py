@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .. import fx_passes, inductor_fixes, lower
+from .. import fx_passes, lower
 from ..capture import Compiled, limit_threads
 from . import attention, code_cache, cpp_library
 
@@ -71,16 +71,16 @@ def _build(graph: GraphModule, inputs: Sequence[Tensor], chosen: Mapping[str, An
 
 
 def _runner(entry: code_cache.Entry, constants: Sequence[Tensor]) -> Compiled:
-    """Return a function that calls a library, from any thread: each call has a runner of its own, because a runner
-    serves one at a time, and waits without releasing Python's lock."""
+    """Return a function that calls a library from any thread. A runner serves one call at a time, and waits without
+    releasing Python's lock, so calls at the same time use different runners."""
     aoti: Any = importlib.import_module("torch._C._aoti")
-    idle = [aoti.AOTIModelContainerRunnerCpu(entry.library, 1)]
+    idle = [aoti.AOTIModelContainerRunnerCpu(entry.path, 1)]
 
     def call(tensors: list[Tensor]) -> Any:
         try:
             runner = idle.pop()
         except IndexError:
-            runner = aoti.AOTIModelContainerRunnerCpu(entry.library, 1)
+            runner = aoti.AOTIModelContainerRunnerCpu(entry.path, 1)
         try:
             return runner.run([*tensors, *constants])
         finally:
@@ -97,6 +97,5 @@ def settings(options: Mapping[str, Any] | None) -> dict[str, Any]:
         "fallback_random": True,
         # torch itself uses these instructions: skip the test program that includes torch's headers.
         "cpp.vec_isa_ok": True,
-        **inductor_fixes.trace_order.OPTIONS,
     }
     return chosen | dict(options or {})

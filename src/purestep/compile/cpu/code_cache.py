@@ -1,8 +1,8 @@
 """Cache of compiled libraries between runs, in inductor's cache directory.
 
 An entry is a directory: the library, a JSON file that torch reads for operators without a C function, and a line with
-how to call it and a digest of all three. It is built in a directory of its own and then renamed, so that processes
-that start together each build one, and the first stays. A damaged entry is built again.
+how to call it and a digest of the three. Each process builds an entry in a temporary directory and renames that: of
+processes that start together each builds one, and the first stays. A damaged entry is built again.
 
 A library is code, so an entry is loaded only if it, and the directory, belong to this user or root and nobody else may
 write them. If the cache directory is not like that, or cannot be written, a private one is used.
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 class Entry(NamedTuple):
     """A compiled library."""
 
-    library: str
+    path: str
     facts: Sequence[Any]
     """what its builder has returned"""
 

@@ -45,7 +45,7 @@ def loaded() -> ctypes.CDLL:
     """Load the library, whose functions the code of steps finds by their names; compile it once for a machine."""
     text = "\n".join(map(source, _SOURCES))
     found = code_cache.obtained(code_cache.named([text]), functools.partial(_build, text))
-    made = ctypes.CDLL(found.library, ctypes.RTLD_GLOBAL)
+    made = ctypes.CDLL(found.path, ctypes.RTLD_GLOBAL)
     made.purestep_held.restype = ctypes.c_int64
     return made
 
