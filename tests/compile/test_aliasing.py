@@ -116,7 +116,7 @@ def test_without_memory_of_its_own_a_leaf_is_overwritten_while_it_is_read(monkey
 
 
 def test_without_it_a_copy_is_of_the_state_as_it_becomes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where torch no longer does this, `aliasing` can go."""
+    """`aliasing` can go once torch is right."""
     monkeypatch.setattr(aliasing, "fix", lambda graph: None)
     with torch._inductor.config.patch(fx_graph_cache=False):
         found, expected = as_in_eager(["clone"])

@@ -1,4 +1,4 @@
-"""Compiled steps: capture, donation and its guard, steps of one's own, shared buffers, random numbers."""
+"""Compiled steps: capture, donation and its guard, user-defined steps, shared buffers, random numbers."""
 
 from __future__ import annotations
 

@@ -299,7 +299,7 @@ def test_fit_trains_a_model_with_another_sampler_in_eager_mode(monkeypatch: pyte
 
 
 def test_code_of_a_faulty_step_is_not_found_again() -> None:
-    """What names the code is what the step consists of: with purestep's draws it is another step."""
+    """The key of the code is the text of its operations: purestep's draws change it."""
     x = torch.randn(4, 6)
 
     def function(value: Tensor) -> list[Tensor]:

@@ -60,7 +60,7 @@ def ensemble(program: Program, members: int, *, batches: Literal["shared", "own"
       that all members share. `mean_and_std` summarizes them.
 
     Dropout uses the same masks as the member alone on the CPU, and in eager mode on other devices if its input is
-    contiguous; alpha dropout does so for contiguous inputs. In a graph `torch.randperm` uses numbers of its own.
+    contiguous; alpha dropout does so for contiguous inputs. In a graph `torch.randperm` draws other numbers.
     Numbers from numpy's or Python's generator are the same for all members. Attention runs as matrix products, and an
     LSTM without oneDNN's kernel.
 
