@@ -169,5 +169,5 @@ def _newest_snapshot(like: Tree, snapshots: Snapshots) -> _Candidate | None:
         _log.warning("no snapshot to go back to: %s", error)
         return None
     known = isinstance(found.loop, Mapping) and "record" in found.loop
-    loop = from_json(found.loop["record"]) if known else LoopState(calls=found.step)
+    loop = from_json(found.loop["record"], found.history) if known else LoopState(calls=found.step)
     return _Candidate(found.state, loop, f"of the snapshot {snapshots.directory / str(found.step)}")

@@ -68,7 +68,7 @@ def resumed(
         # Saved by hand, without a loop's position. Later snapshots get later names.
         return snapshot.state, LoopState(calls=snapshot.step, origin=origin, injected=given), False
     feed.restore(snapshot.loop["feed"])
-    loop = from_json(snapshot.loop["record"])._replace(origin=origin)
+    loop = from_json(snapshot.loop["record"], snapshot.history)._replace(origin=origin)
     log.info("resumed from step %d: epoch %d, batch %d", snapshot.step, loop.epoch + 1, loop.batch)
     _warn_of_another_seed(state, snapshot.state, source=config.resume)
     _warn_of_other_hyperparams(loop.injected, given, _injected(snapshot.state))
@@ -248,7 +248,7 @@ class Checkpointer:
         self.snapshots.due(updates=loop.updates + ahead, epoch=loop.epoch)  # the policy counts from here
         stored = {"record": to_store(loop), "feed": self._feed.position(loop.epoch, loop.batch)}
         self._saved = loop.calls
-        self.snapshots.save(loop.calls, state, loop=stored, metrics=metrics, overwrite=again)
+        self.snapshots.save(loop.calls, state, loop=stored, metrics=metrics, history=loop.history, overwrite=again)
         if self.on_save is not None:
             self.on_save()
         return events.Saved(loop.calls, self.snapshots.directory / str(loop.calls))

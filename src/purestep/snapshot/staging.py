@@ -92,17 +92,6 @@ def stage(tensors: dict[str, Tensor], spare: Buffers) -> Buffers:
     return buffers
 
 
-@torch.no_grad()
-def stage_again(tensors: list[Tensor], buffers: Buffers) -> None:
-    """Copy CPU tensors into the buffers of an earlier `stage` of tensors with the same layout.
-
-    Args:
-        tensors: checked tensors, in the same order as before.
-        buffers: unused buffers.
-    """
-    _copy([_bits(tensor) for tensor in tensors], list(buffers.values()))
-
-
 def _copy(sources: list[Tensor], buffers: list[Tensor]) -> None:
     # One call for all: for small tensors, the call takes longer than the copy.
     if sources:
