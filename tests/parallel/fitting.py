@@ -465,11 +465,11 @@ def troubles(folder: str) -> dict[str, Any]:
         whole = ps.full(result.state)
         return [text, int(whole.step), int(whole.updates), float(whole.params["up.weight"].sum())]
 
-    cases = {"raise 0": ("raise", 0), "raise 1": ("raise", 1), "skip 0": ("skip", 0)}
+    kinds = ("raise", "skip")
     with ps.parallel.start(timeout=60, shard=2) as mesh:
-        for name, (kind, rollback) in cases.items():
-            one = ps.distribute(program(nonfinite=kind), mesh, params="shard")
-            found[name] = end(one, name, rollback=rollback, snapshots=f"{folder}/{name}")
+        for name in kinds:
+            one = ps.distribute(program(nonfinite=name), mesh, params="shard")
+            found[name] = end(one, name, snapshots=f"{folder}/{name}")
         rank = mesh.rank
     with ps.parallel.start(timeout=60) as mesh:
         for name, accumulate in (("window", 4), ("flushed", 7)):  # the third call is no closing one
@@ -477,9 +477,8 @@ def troubles(folder: str) -> dict[str, Any]:
             found[name] = end(one, name, snapshots=f"{folder}/{name}")
         end(one, "no directory")
     with alone():
-        for name, (kind, rollback) in cases.items():
-            options = {"rollback": rollback, "snapshots": f"{folder}/{rank} {name}"}
-            found[name] += end(program(nonfinite=kind), f"alone {name}", **options)[1:]
+        for name in kinds:
+            found[name] += end(program(nonfinite=name), f"alone {name}", snapshots=f"{folder}/{rank} {name}")[1:]
         for name, accumulate in (("window", 4), ("flushed", 7)):
             plain = program(accumulate=accumulate)
             found[name] += end(plain, f"alone {name}", snapshots=f"{folder}/{rank} {name}")[1:]

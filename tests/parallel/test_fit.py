@@ -75,7 +75,7 @@ def test_a_state_that_one_callback_returns_is_refused_by_all(found: list[dict[st
 def test_a_loss_that_is_not_finite_in_one_process_stops_all_at_one_call(found: list[dict[str, Any]]):
     first, second = (each["troubles"] for each in found)
     assert first == second
-    places = {"raise 0": ("batch 3: ", 3), "window": ("batch 4: ", 4), "flushed": (": ", 6)}
+    places = {"raise": ("batch 3: ", 3), "window": ("batch 4: ", 4), "flushed": (": ", 6)}
     not_finite = "the loss, its weight or a gradient is not finite at call"
     for name, (text, *values) in ((name, end) for name, end in first.items() if name != "files"):
         assert (f": {not_finite}" in text) == (name in places), (name, text)

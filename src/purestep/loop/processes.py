@@ -263,7 +263,7 @@ class Several(Alone):
         due = self.rank == 0 and not self._due_sent and self._by_clock()
         self._due_sent = self._due_sent or due
         loop = self._loop
-        place = zlib.crc32(repr((loop.epoch, loop.batch, loop.calls, loop.rollbacks)).encode())
+        place = zlib.crc32(repr((loop.epoch, loop.batch, loop.calls)).encode())
         place ^= self._feed.order(loop.epoch, loop.batch - 1)
         return _Word(
             signal=_SIGNALS.index(pending),
