@@ -113,9 +113,8 @@ def fit(
         StateError: ``init_state``, or the answer of a callback, is no state to train.
         DataError: an empty, exhausted or failing loader; a batch with another structure than the first.
         NonFiniteError: a loss or gradient that is not finite (``nonfinite="raise"``); ``error.result`` has the state,
-            and `purestep.testing.replay` repeats the call from a file in the directory of the snapshots. The file of a
-            run on several processes has the whole batch: repeat it in one process, with the program before
-            `purestep.distribute`. With ``nonfinite="skip"``: 100 refused updates in a row.
+            and `purestep.testing.replay` repeats the call from a file in the directory of the snapshots. A
+            run on several processes writes no file. With ``nonfinite="skip"``: 100 refused updates in a row.
         StepContractError: the step is not pure (see `FitConfig.check_every`), or returns no state and metrics; a
             callback draws from a global generator while another thread trains.
         SnapshotError: a snapshot does not fit, is damaged or cannot be written; `Locked`: another run's directory.
