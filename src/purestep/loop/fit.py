@@ -87,13 +87,8 @@ def fit(
             stopped. So does one with ``resume="old", snapshots="new"``: it does not start again from "old" once "new"
             has a snapshot.
 
-    Runs in several threads of one process give the same numbers as each gives alone. Their steps and loaders take turns
-    with the global generators of torch, numpy and Python, which the process shares (compiled steps that draw nothing do
-    not wait), and graphs are captured while no other thread runs an eager step. Torch's switches (``deterministic``,
-    ``tf32``, ``detect_anomaly``, the default dtype) belong to the process: a run that needs other ones than a running
-    one raises, and so does a callback that draws while another thread trains. Your own thread that draws, for example
-    to build a model, takes its turn with ``with ps.rng.scoped(seed):``; without it, it draws from the running step's
-    generator and changes that step's numbers. Signals end only the run on the main thread.
+    One run at a time: a `fit` in another thread of the process is refused while this one trains; one inside a callback
+    works. So does a run off the main thread, where no signal ends it.
 
     In several processes every process makes the same call, with a program of `purestep.distribute` and whole loaders:
     all draw one order and load their rows of each batch, as `types.Share`. History, monitor and best are those of one
@@ -108,15 +103,14 @@ def fit(
         of epochs and why it ended; ``result.best_state`` is the state of the best epoch. The module is not written.
 
     Raises:
-        ConfigError: settings that do not exist, contradict each other or those of a run in another thread; after an
-            epoch, a ``monitor`` that is no metric.
+        ConfigError: settings that do not exist or contradict each other; a run in another thread of this process; after
+            an epoch, a ``monitor`` that is no metric.
         StateError: ``init_state``, or the answer of a callback, is no state to train.
         DataError: an empty, exhausted or failing loader; a batch with another structure than the first.
         NonFiniteError: a loss or gradient that is not finite (``nonfinite="raise"``); ``error.result`` has the state,
             and `purestep.testing.replay` repeats the call from a file in the directory of the snapshots. A
             run on several processes writes no file. With ``nonfinite="skip"``: 100 refused updates in a row.
-        StepContractError: the step is not pure (see `FitConfig.check_every`), or returns no state and metrics; a
-            callback draws from a global generator while another thread trains.
+        StepContractError: the step is not pure (see `FitConfig.check_every`), or returns no state and metrics.
         SnapshotError: a snapshot does not fit, is damaged or cannot be written; `Locked`: another run's directory.
         RankError: several processes without `purestep.distribute`; processes with different programs, settings, data
             or snapshots; a loader that cannot be divided among them; a process that ended or does not answer.

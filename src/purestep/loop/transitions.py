@@ -14,7 +14,7 @@ from ..compile import MetricVector, as_dict, released
 from ..diagnostics import purity
 from ..errors import NonFiniteError, StepContractError
 from ..types import Metrics, Program, Tree
-from . import environment, inputs, nonfinite_steps, policy, recovery
+from . import inputs, nonfinite_steps, policy, recovery
 from .best_state import BestState
 from .callbacks import Callbacks
 from .evaluate import eval_means
@@ -204,9 +204,7 @@ def evaluate_loader(run: Run, name: str) -> dict[str, float]:
     loaded = services.processes.watch_evaluation(services.feeds.evaluation[name].epoch(0))
     batches = data.prefetch(loaded, data.device_of(state), name=name)
     with services.progress.paused():
-        means = environment.check_draws(
-            lambda: eval_means(state, batches, step, name=name, watch=watch), f"eval_step, {name}"
-        )
+        means = eval_means(state, batches, step, name=name, watch=watch)
     values = {f"{name}_{key}": value for key, value in means.items()}
     if not services.processes.leaving:
         dispatch(run, events.EvalEnd(name, run.loop.epoch, run.loop.updates, values))
