@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from faults import failpoints
 from hypothesis import HealthCheck, settings
 
 # The peers that want a model hub or a GPU allocator must not look for one.
@@ -27,6 +28,7 @@ if sys.platform == "linux":
 # --hypothesis-profile=default.
 settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
+failpoints.install()
 # A shell starts what it puts in the background with Ctrl-C ignored, and an ignored signal stays ignored.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -11,10 +11,8 @@ import time
 from pathlib import Path
 
 import forkserver
-from faults import running
+from faults import failpoints, running
 from faults.trials import ended, finished, goes_on, seeded, wait_for, whole_run
-
-from purestep import files
 
 TRIALS = 1000
 COUNTED = "files.rename=sleep:0@999999"  # a plan without an effect, for which the passes are counted
@@ -23,7 +21,7 @@ MENDED = "snapshot.quarantine"  # there the run itself has damaged a step
 
 def trial(number: int, folder: Path) -> str | None:
     """Even numbers: at a random time; odd ones: at a failpoint."""
-    points = list(files.POINTS)
+    points = list(failpoints.POINTS)
     return (
         at_any_time(number, folder) if number % 2 == 0 else at_point(points[number // 2 % len(points)], number, folder)
     )

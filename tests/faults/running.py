@@ -21,17 +21,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from faults import failpoints
 from helpers import image_batch, tiny_convnet, tiny_mlp, vector_batch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import purestep as ps
-from purestep import errors, events, files, tree
+from purestep import errors, events, tree
 from purestep.snapshot import Snapshots
 
 BATCHES, EPOCHS = 6, 3
 CALLS = BATCHES * EPOCHS
 KEEP = 2
+
+failpoints.install()
 
 
 def child(function: str, *arguments: Any, off: str = "") -> str:
@@ -96,7 +99,7 @@ def save_in_every_way(folder: str) -> None:
 
 def tell_points() -> None:
     """How often each failpoint was passed, where ``PURESTEP_FAILPOINT`` has them counted."""
-    say("points", json.dumps(files.failpoints._hits, separators=(",", ":")))
+    say("points", json.dumps(failpoints.hits, separators=(",", ":")))
 
 
 def race(folder: str, go: str) -> None:

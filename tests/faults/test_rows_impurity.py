@@ -470,7 +470,7 @@ def test_row_48_an_error_before_the_graph_runs_costs_nothing(tmp_path: Any) -> N
 def test_row_48_failpoints_on_both_sides_of_a_donated_step(
     point: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("purestep.files.failpoints._hits", Counter())
+    monkeypatch.setattr("faults.failpoints.hits", Counter())
     monkeypatch.setenv("PURESTEP_FAILPOINT", point)
     program = mlp(ema=0.9)
     options = {"backend": "eager"}
@@ -489,11 +489,12 @@ def test_row_48_failpoints_of_the_loop_cost_nothing_where_there_is_no_plan(monke
     """Those of single steps are not even asked."""
     asked: list[str] = []
     monkeypatch.setattr("purestep.files.failpoint", asked.append)
+    monkeypatch.setattr("purestep.files.failpoints._hook", None)
     program = mlp()
     loaders = {"train": steps_of(3), "val": steps_of(1)}
     fit(program.init(), loaders, program, epochs=2)
     assert asked == ["loop.epoch", "loop.evaluate"] * 2
     asked.clear()
-    monkeypatch.setenv("PURESTEP_FAILPOINT", "loop.step=sleep:0@99")
+    monkeypatch.setattr("purestep.files.failpoints._hook", asked.append)
     fit(program.init(), loaders, program, epochs=1)
     assert asked == ["loop.batch", "loop.step"] * 3 + ["loop.epoch", "loop.evaluate"]

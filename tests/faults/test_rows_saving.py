@@ -17,7 +17,7 @@ from typing import Any
 import forkserver
 import pytest
 import torch
-from faults import filling, killing, losing, racing, running
+from faults import failpoints, filling, killing, losing, racing, running
 from faults.running import steps_of_a_fit
 from faults.trials import fails_without, first_failure
 from saving import assert_same, record_calls, small
@@ -39,7 +39,7 @@ def plan(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Plans faults, counted from now on."""
 
     def set_plan(text: str) -> None:
-        monkeypatch.setattr("purestep.files.failpoints._hits", Counter())
+        monkeypatch.setattr("faults.failpoints.hits", Counter())
         monkeypatch.setenv("PURESTEP_FAILPOINT", text)
 
     return set_plan
@@ -69,7 +69,7 @@ def test_row_01_no_more_than_an_interval_is_lost(tmp_path: Path) -> None:
     assert "steps lost" in str(first_failure(never_due, range(5), tmp_path / "off"))
 
 
-@pytest.mark.parametrize("point", files.POINTS)
+@pytest.mark.parametrize("point", failpoints.POINTS)
 def test_row_02_killed_at_every_failpoint(point: str, tmp_path: Path) -> None:
     assert killing.at_point(point, 0, tmp_path) is None
 
@@ -202,7 +202,7 @@ def test_row_05_two_runs_one_directory(number: int, tmp_path: Path) -> None:
 
 def test_row_05_two_writers_without_a_lock_are_noticed(tmp_path: Path) -> None:
     """Both win; or one, sweeping, takes away what the other is about to use, and that one fails."""
-    found = racing.trial(0, tmp_path, off="purestep.files.lock.DirectoryLock._flock")
+    found = racing.trial(0, tmp_path, off="purestep.files.lock.DirectoryLock._take")
     assert re.match("[02] of two have won|neither won nor told|the winner has failed", str(found))
 
 

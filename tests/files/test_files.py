@@ -6,10 +6,15 @@ import errno
 import json
 import logging
 import os
+import re
+import socket
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from faults import failpoints
 from saving import record_calls
 
 from purestep import errors, files
@@ -91,6 +96,15 @@ def test_bytes_then_name_then_directory_reach_the_disk(tmp_path, monkeypatch):
     assert kinds[1:] == [("rename", "a"), ("fsync", tmp_path.name)]
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no FIFOs on this system")
+def test_only_a_regular_file_is_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/null"), tmp_path):
+        with pytest.raises(errors.WriteFailed, match="is no regular file and cannot be replaced"):
+            files.write_bytes(path, b"")
+    assert names(tmp_path) == ["pipe"]
+
+
 def test_remove_tree_does_not_follow_links(tmp_path):
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "file").write_text("x")
@@ -106,8 +120,19 @@ def test_remove_tree_does_not_follow_links(tmp_path):
 # --- failpoints ---------------------------------------------------------------------------------------------------
 
 
-def test_a_failpoint_hits_the_nth_time(monkeypatch):
-    monkeypatch.setattr("purestep.files.failpoints._hits", Counter())
+def test_a_failpoint_calls_the_hook_that_is_set(monkeypatch):
+    monkeypatch.setattr("purestep.files.failpoints._hook", None)
+    assert not files.armed()
+    files.failpoint("files.write")
+    passed: list[str] = []
+    files.set_hook(passed.append)
+    assert files.armed()
+    files.failpoint("files.write")
+    assert passed == ["files.write"]
+
+
+def test_a_plan_hits_the_nth_time(monkeypatch):
+    monkeypatch.setattr(failpoints, "hits", Counter())
     monkeypatch.setenv("PURESTEP_FAILPOINT", "files.write=raise:MemoryError@2, files.unlink=raise:EIO")
     files.failpoint("files.write")
     with pytest.raises(MemoryError, match=r"failpoint files\.write"):
@@ -118,22 +143,20 @@ def test_a_failpoint_hits_the_nth_time(monkeypatch):
             files.failpoint("files.unlink")
 
 
-@pytest.mark.parametrize("plan", ["files.wrote=kill", "files.write", "files.write=kill@x"])
+@pytest.mark.parametrize("plan", ["files.wrote=kill", "files.write", "files.write=kill@x", "files.unlink=explode"])
 def test_a_plan_with_a_typing_error_is_no_quiet_success(monkeypatch, plan):
     monkeypatch.setenv("PURESTEP_FAILPOINT", plan)
-    with pytest.raises(errors.ConfigError, match=r"is no failpoint .*files\.rename"):
+    with pytest.raises(ValueError, match="is no failpoint|'explode' is no action"):
         files.failpoint("files.unlink")
 
 
-def test_an_action_that_does_not_exist(monkeypatch):
-    monkeypatch.setenv("PURESTEP_FAILPOINT", "files.unlink=explode")
-    with pytest.raises(errors.ConfigError, match="'explode' is no action"):
-        files.failpoint("files.unlink")
-
-
-def test_a_point_that_is_not_in_the_table():
-    with pytest.raises(AssertionError, match=r"files\.wrote"):
-        files.failpoint("files.wrote")
+def test_every_failpoint_of_the_package_is_in_the_table():
+    found = {
+        name
+        for path in Path(files.__file__).parents[1].rglob("*.py")
+        for name in re.findall(r'failpoint\("([a-z.]+)"\)', path.read_text())
+    }
+    assert found == set(failpoints.POINTS)
 
 
 # --- the lock -----------------------------------------------------------------------------------------------------
@@ -193,39 +216,58 @@ def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, caplog):
     def flock(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr("purestep.files.lock.fcntl.flock", flock)
+    monkeypatch.setattr("fcntl.flock", flock)
     with caplog.at_level(logging.WARNING, logger="purestep"), files.DirectoryLock(tmp_path) as lock:
         assert lock.held
     assert "this file system has no locks" in caplog.text
 
 
-@pytest.mark.parametrize("guarded", [True, False])
-def test_a_forked_worker_does_not_keep_the_lock(tmp_path, monkeypatch, guarded):
-    """A worker that outlives a killed trainer must not keep the directory locked; without the guard it does."""
-    if not guarded:
-        monkeypatch.setattr("purestep.files.lock._held", set())
-    lock = files.DirectoryLock(tmp_path)
-    lock.acquire()
-    if not guarded:
-        files.lock._held.clear()
-    to_child, from_child = os.pipe(), os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.write(from_child[1], b"held" if lock.held else b"free")
-        os.read(to_child[0], 1)
-        os._exit(0)
-    try:
-        assert os.read(from_child[0], 4) == (b"free" if guarded else b"held")
-        # What the kernel does when the parent dies: its own descriptor closes, nobody unlocks.
-        os.close(lock._descriptor)
-        lock._finalizer.detach()
-        if guarded:
+def test_a_forked_worker_does_not_keep_the_lock(tmp_path):
+    """A worker that outlives a killed trainer must not keep the directory locked."""
+    trainer_code = (
+        "import os, sys\nfrom purestep import files\nlock = files.DirectoryLock(sys.argv[1])\nlock.acquire()\n"
+    )
+    trainer_code += (
+        "child = os.fork()\nif child == 0:\n    print(lock.held, flush=True)\n    sys.stdin.read()\n    os._exit(0)\n"
+    )
+    trainer_code += "sys.stdin.readline()"
+    command = [sys.executable, "-c", trainer_code, str(tmp_path)]
+    trainer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert trainer.stdin is not None
+    assert trainer.stdout is not None
+    with trainer:
+        assert trainer.stdout.readline() == "False\n"
+        with pytest.raises(errors.Locked, match=f"pid {trainer.pid} on"):
             files.DirectoryLock(tmp_path).acquire(patience=0)
-        else:
-            with pytest.raises(errors.Locked):
-                files.DirectoryLock(tmp_path).acquire(patience=0)
-    finally:
-        os.write(to_child[1], b"x")
+        trainer.kill()
+        trainer.wait()  # its worker still runs: it reads the pipe that is open here
+        files.DirectoryLock(tmp_path).acquire(patience=0)
+        assert trainer.poll() is not None
+
+
+def test_the_end_of_a_forked_worker_leaves_the_lock_and_its_signature(tmp_path):
+    with files.DirectoryLock(tmp_path) as lock:
+        child = os.fork()
+        if child == 0:
+            lock.release()
+            os._exit(0)
         os.waitpid(child, 0)
-        for descriptor in (*to_child, *from_child):
-            os.close(descriptor)
+        assert files.is_locked(lock.path)
+        holder = files.lock_holder(tmp_path)
+        assert holder is not None
+        assert (holder.pid, holder.alive) == (os.getpid(), True)
+
+
+def test_a_killed_holder_is_not_alive_and_a_look_takes_nothing_away(tmp_path):
+    now = {"pid": os.getpid(), "host": socket.gethostname(), "since": "2026-01-01T00:00:00+00:00"}
+    (tmp_path / ".lock").write_text(json.dumps(now))
+    for _ in range(2):
+        holder = files.lock_holder(tmp_path)
+        assert holder is not None
+        assert holder.alive is False
+    (tmp_path / ".lock").write_text(json.dumps(now | {"host": "node7"}))
+    holder = files.lock_holder(tmp_path)
+    assert holder is not None
+    assert holder.alive is None
+    (tmp_path / ".lock").write_text(json.dumps(now | {"since": "then"}))
+    assert files.lock_holder(tmp_path) is None

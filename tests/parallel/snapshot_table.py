@@ -9,7 +9,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from purestep import files
+from faults import failpoints
+
 from tests.parallel.test_snapshots import group, killed, values
 
 WORLDS = (1, 2, 3, 4)
@@ -37,7 +38,7 @@ def square(kind: str) -> list[str]:
 def kills(world: int) -> list[str]:
     """A row for each failpoint of a save: what is wrong after each process was killed there."""
     rows: list[str] = []
-    points = [point for point in files.POINTS if point.startswith("snapshot.")]
+    points = [point for point in failpoints.POINTS if point.startswith("snapshot.")]
     for point in [RARE.get(point, point) for point in points] + ["snapshot.commit@4"]:
         cells = []
         for rank in range(world):

@@ -19,9 +19,9 @@ from .atomic import sync_tree as sync_tree
 from .atomic import write_bytes as write_bytes
 from .atomic import write_failed as write_failed
 from .atomic import write_json as write_json
-from .failpoints import POINTS as POINTS
 from .failpoints import armed as armed
 from .failpoints import failpoint as failpoint
+from .failpoints import set_hook as set_hook
 from .lock import DirectoryLock as DirectoryLock
 from .lock import Holder as Holder
 from .lock import is_locked as is_locked

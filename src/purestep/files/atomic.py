@@ -119,8 +119,8 @@ def replacing(path: Path | str) -> Generator[Path]:
         ('whole', ['notes.txt'])
     """
     target = Path(path)
-    if kind := special_file(target):
-        raise WriteFailed(f"is {kind} and cannot be replaced", where=str(path), hint="pass the path of a file")
+    if target.exists() and not target.is_file():
+        raise WriteFailed("is no regular file and cannot be replaced", where=str(path), hint="pass the path of a file")
     temporary = target.with_name(f".{target.name[:100]}.{os.getpid()}.{next(_serial)}.tmp")
     try:
         failpoint("files.write")
