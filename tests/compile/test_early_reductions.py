@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +16,6 @@ from torch.nn import functional
 import purestep as ps
 from purestep.compile import fx_passes
 from purestep.compile.cpu import backend as backend_
-from purestep.compile.cpu import cpp_library
 from purestep.compile.inductor_fixes import early_reductions, inplace_reuse
 from purestep.torch_ext import tracing
 from purestep.types import Loss, Program
@@ -205,28 +203,3 @@ def test_the_peak_is_no_higher_than_by_hand() -> None:
     before = torch.cuda.memory_allocated()
     whole = peak(lambda: states.append(step(states.pop(), given)[0])) - before
     assert whole < hand + logits * 4 // 2
-
-
-def test_the_gradient_of_the_logits_does_not_live_to_the_end(cpu_plugin: None) -> None:
-    """The planted fault: inductor may move the products that read it."""
-    rows, width, classes = 512, 64, 8192
-    layer = nn.TransformerEncoderLayer(width, 1, dropout=0.0, batch_first=True, norm_first=True)
-    model = nn.Sequential(layer, nn.Linear(width, classes), nn.Flatten(0, 1))
-    program = ps.program(model, ps.supervised(nn.CrossEntropyLoss()), ps.optim.adamw(1e-3))
-    batch = torch.randn(rows // 64, 64, width), torch.randint(classes, (rows,))
-
-    def train(options: dict[str, Any], found: list[int]) -> None:
-        step = ps.compile_step(program.train_step, donate=True, options=options)
-        step(program.init(), batch)
-        found.append(cpp_library.loaded().purestep_held())
-
-    def size(options: dict[str, Any]) -> int:
-        """Bytes of the memory of a thread, which is new in a new thread."""
-        found: list[int] = []
-        thread = threading.Thread(target=train, args=(options, found))
-        thread.start()
-        thread.join()
-        return found[0]
-
-    sizes = size({}), size({"reorder_for_locality": True})
-    assert sizes[0] < sizes[1], sizes

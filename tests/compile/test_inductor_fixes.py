@@ -72,3 +72,20 @@ def test_a_scalar_is_computed_once(is_fixed: bool, monkeypatch: pytest.MonkeyPat
     compiled = ps.compile_step(step, options={"force_disable_caches": True, "cpp_wrapper": False})
     _, code = run_and_get_code(compiled, state, torch.ones(3))
     assert ("".join(code).count("pow(") == 1) == is_fixed
+
+
+def test_draws_are_in_the_order_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the second one is read first. Without `trace_order` inductor of torch 2.11 changes it."""
+    monkeypatch.setattr(backend_, "suits", lambda inputs: False)
+
+    def step(state: dict[str, Tensor], x: Tensor) -> Any:
+        first, second = torch.rand(4), torch.rand(4)
+        once = state["w"] * second
+        return {"w": once + first, "v": state["v"] - first}, {"loss": once.sum() + x.sum()}
+
+    state = {"w": torch.ones(4), "v": torch.ones(4)}
+    torch.manual_seed(0)
+    expected, _ = step(state, torch.ones(3))
+    torch.manual_seed(0)
+    found, _ = ps.compile_step(step)(state, torch.ones(3))
+    torch.testing.assert_close(found, expected)

@@ -23,7 +23,7 @@ from purestep.stopping import EarlyStopping
 FIELDS = {
     *("epochs steps min_epochs min_steps max_time evaluate_every evaluate_on monitor mode early_stopping".split()),
     *("log_every resume compile donate device deterministic cudnn_benchmark tf32 detect_anomaly fast_dev_run".split()),
-    *("overfit_batches limit_batches rollback record profile histograms progress check_every restore_best".split()),
+    *("overfit_batches limit_batches record profile histograms progress check_every restore_best".split()),
 }
 
 # Every argument in the signature of lightning 2.6.6's Trainer.
@@ -123,7 +123,7 @@ BAD = [
     ({"epochs": 1, "limit_batches": 0}, r"limit_batches=0: must be a number of batches \(an int of at least 1\)"),
     ({"epochs": 1, "limit_batches": 2.0}, r"limit_batches=2\.0: must be a number of batches"),
     ({"epochs": 1, "limit_batches": {"train": 0}}, r"limit_batches leaves no batch to train on"),
-    ({"epochs": 1, "rollback": True}, r"rollback=True: must be a whole number of at least 0"),
+    ({"epochs": 1, "record": True}, r"record=True: must be a whole number of at least 0"),
     ({"epochs": 1, "check_every": -1}, r"check_every=-1: must be a whole number of at least 0, or None"),
     ({"epochs": 1, "progress": "bar"}, r"progress='bar': must be True or False"),
 ]
@@ -202,7 +202,6 @@ FULL = FitConfig(
     deterministic="warn",
     tf32=True,
     limit_batches={"train": 0.25, "val": 3},
-    rollback=2,
     progress=False,
 )
 

@@ -416,14 +416,13 @@ def after(calls: int) -> Any:
 @pytest.mark.row("F48")
 @pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
 def test_row_48_a_donated_step_that_fails_half_way(kind: type[BaseException], tmp_path: Any) -> None:
-    """The fifth of three an epoch: saved after the third, kept after it too."""
-    sources: list[tuple[dict[str, Any], int, str]] = [
-        ({"snapshots": tmp_path}, 3, f"that of step 3, of the snapshot {tmp_path / '3'}"),
-        ({"rollback": 1}, 3, "that of step 3, kept for a rollback"),
-        ({}, 0, "that of step 0, that went into fit"),
-        ({"donate": "init"}, -1, "of which there is none"),
+    """The fifth of three an epoch: the snapshot of the third is named."""
+    sources: list[tuple[dict[str, Any], str]] = [
+        ({"snapshots": tmp_path}, f"the snapshot {tmp_path / '3'} has the last one"),
+        ({}, "no snapshot has an earlier one"),
+        ({"donate": "init"}, "no snapshot has an earlier one"),
     ]
-    for fields, calls, told in sources:
+    for fields, told in sources:
         error, seen = donated(5, kind, **fields)
         note = next(note for note in error.__notes__ if "donated" in note)
         assert note.startswith("the state was donated at step 5, which failed")
@@ -431,11 +430,8 @@ def test_row_48_a_donated_step_that_fails_half_way(kind: type[BaseException], tm
         for state in seen:  # numbers that belong to no step cannot be read
             with pytest.raises(ps.errors.StateError, match=r"this state in call \d"):
                 _ = state.params
-        if calls < 0:
-            assert error.result.state is None
-            continue
-        assert_trees_close(error.result.state, after(calls), exact=True)
-        assert len(error.result.history.get("epoch", [])) == calls // 3
+        assert error.result.state is None
+        assert len(error.result.history.get("epoch", [])) == 1
 
 
 @pytest.mark.compile
@@ -445,7 +441,7 @@ def test_row_48_nothing_is_lost_before_the_first_donation_and_the_rescue_saves_n
     with ps.Snapshots(tmp_path, every_steps=2) as snapshots:
         error, _ = donated(6, snapshots=snapshots)
         assert snapshots.steps() == [2, 3, 4]
-    assert_trees_close(error.result.state, after(4), exact=True)
+    assert error.result.state is None
 
 
 @pytest.mark.compile

@@ -27,7 +27,6 @@ from purestep.errors import (
     NonFiniteError,
     NotFound,
     StateError,
-    StepContractError,
     WriteFailed,
 )
 from purestep.events import Logged
@@ -83,41 +82,6 @@ def test_a_window_that_an_epoch_leaves_open_is_not_kept_with_what_is_not_finite(
     assert (int(state.updates), int(state.step), int(state.key[1]), int(state.halted)) == (1, 6, 6, 0)
     assert float(program.train_step(state, vector_batch())[1]["loss"]) > 0
     assert not torch.isfinite(replay.read(caught.value.path, program.init()).batch[0]).any()
-
-
-def test_an_open_window_is_left_behind_by_going_back() -> None:
-    program = mlp(accumulate=4, tail="carry")
-    given = Later(poisoned(7, 5), epoch=1)
-    result = fit(program.init(), given, program, epochs=4, rollback=1)
-    assert int(result.state.updates) == 5  # one of the first epoch, none of the second
-
-
-@pytest.mark.filterwarnings("ignore:Error detected")  # torch's word, with the traceback of the forward pass
-@pytest.mark.parametrize("loss", ["nan", "inf"])
-def test_an_anomaly_is_left_behind_by_going_back_as_without_the_mode(loss: str) -> None:
-    """torch finds the one while it differentiates, the other one is found in the state."""
-    program = ps.program(nn.Linear(4, 1), ps.supervised(nn.MSELoss()), optim.sgd(0.1, momentum=0.9))
-    given = [(x, x[:, :1]) for x, _ in batches(5)]
-    given[3] = (given[3][0], torch.full((8, 1), torch.nan if loss == "nan" else 1e38))
-    settings: dict[str, Any] = {"epochs": 3, "log_every": 1, "rollback": 3}
-    expected = fit(program.init(), given, program, **settings)
-    found = fit(program.init(), given, program, detect_anomaly=True, **settings)
-    assert_trees_close(found.state, expected.state, exact=True)
-    assert found.history == expected.history
-    with pytest.raises(NonFiniteError, match="epoch 3, batch 4: "):
-        fit(program.init(), given, program, detect_anomaly=True, **{**settings, "rollback": 2})
-
-
-@pytest.mark.filterwarnings("ignore:Error detected")
-def test_a_step_is_looked_at_though_its_first_call_is_left_behind() -> None:
-    one = mlp()
-
-    def train_step(state: TrainState, batch: Any) -> Any:
-        torch.rand(())
-        return one.train_step(state, batch)
-
-    with pytest.raises(StepContractError, match="global generator"):
-        fit(one.init(), poisoned(9, 0), Program(train_step), epochs=1, detect_anomaly=True, rollback=1)
 
 
 @pytest.mark.parametrize("options", [{"nonfinite": "skip"}, {"precision": "16-mixed"}])
@@ -222,64 +186,6 @@ def test_a_skipped_update_is_no_line_of_the_log(log_every: int) -> None:
     lines = [event for event in told if isinstance(event, Logged)]
     assert [line.updates for line in lines] == [updates for updates in (1, 2, 3) if updates % log_every == 0]
     assert all(math.isfinite(value) for line in lines for value in line.values.values())
-
-
-def test_a_run_may_go_back_and_leave_the_bad_batch_behind() -> None:
-    program = mlp()
-    result = fit(program.init(), Later(poisoned(4, 2), epoch=1), program, epochs=3, rollback=1, log_every=1)
-    # Epoch 2 is undone up to its third batch: 4, then the fourth alone, then 4.
-    assert (int(result.state.updates), result.epochs) == (9, 3)
-    with pytest.raises(NonFiniteError, match="epoch 2, batch 4"):
-        fit(program.init(), Later(poisoned(4, 2, 3), epoch=1), program, epochs=3, rollback=1, log_every=1)
-
-
-def test_row_36_going_back_undoes_the_updates_that_led_there(caplog: pytest.LogCaptureFixture) -> None:
-    """Epoch 2 ends in a bad batch: what is left of it is what epoch 1 has made, and epoch 3 goes on from there."""
-    program = mlp(ema=0.9)
-    with caplog.at_level(logging.WARNING, "purestep"):
-        result = fit(program.init(), Later(poisoned(3, 2), epoch=1), program, epochs=3, rollback=1)
-    good = fit(program.init(), batches(3), program, epochs=1).state
-    # The counters of calls go on, so that no random number is drawn twice.
-    expected = good._replace(step=torch.tensor(6), key=torch.tensor([0, 6]))
-    for batch in batches(3):
-        expected, _ = program.train_step(expected, batch)
-    assert_trees_close(result.state, expected, exact=True)
-    assert "went back to update 3: epoch 2, batch 3" in caplog.text
-
-
-def test_a_line_of_the_log_leaves_out_what_is_undone() -> None:
-    program, told, losses = mlp(), list[Any](), list[float]()
-    feed = Later(poisoned(3, 2), epoch=1)
-    fit(program.init(), feed, program, epochs=3, rollback=1, log_every=4, sinks=[told.append])
-    state = program.init()
-    for batch in [*batches(3), *batches(1)]:  # back to the end of epoch 1, and on with epoch 3
-        state, measured = program.train_step(state, batch)
-        losses.append(float(measured["loss"]))
-    lines = [event for event in told if isinstance(event, Logged)]
-    assert [(line.epoch, line.updates) for line in lines] == [(1, 4), (2, 4)]
-    assert lines[1].values["train_loss"] == pytest.approx(sum(losses) / 4)
-
-
-def test_a_run_that_has_gone_back_is_saved_as_often_as_before(tmp_path: Path) -> None:
-    program = mlp()
-    with ps.Snapshots(tmp_path, every_steps=2, every_epochs=None, keep=None) as snapshots:
-        fit(program.init(), poisoned(12, 5), program, epochs=1, rollback=1, log_every=1, snapshots=snapshots)
-        # Six calls are undone; every second one of those that follow makes an even count of updates.
-        assert snapshots.steps() == [2, 4, 8, 10, 12]
-
-
-def test_row_36_a_tree_of_programs_goes_back_as_a_whole() -> None:
-    left, right = mlp(), mlp(ema=0.9)
-
-    def train_step(state: Any, batch: Any) -> Any:
-        one, measured = left.train_step(state["left"], (batch[0].nan_to_num(), batch[1]))
-        other, _ = right.train_step(state["right"], batch)
-        return {"left": one, "right": other}, {"loss": measured["loss"]}
-
-    state = {"left": left.init(), "right": right.init()}
-    result = fit(state, Later(poisoned(3, 1), epoch=1), Program(train_step), epochs=2, rollback=1, log_every=1)
-    counts = {name: (int(part.updates), int(part.step), part.key.tolist()) for name, part in result.state.items()}
-    assert counts == {"left": (4, 6, [0, 6]), "right": (4, 6, [0, 6])}
 
 
 # --- what is said -----------------------------------------------------------------------------------------------------

@@ -874,7 +874,7 @@ def test_a_precision_that_is_set_in_the_other_way_is_named(monkeypatch: pytest.M
 
     monkeypatch.setattr(torch.backends.cuda, "matmul", Matmul())
     program = ps.program(nn.Linear(2, 1), ps.supervised(nn.MSELoss()), optim.sgd(0.1))
-    with pytest.raises(ConfigError, match=r"tf32=True, and torch does not tell .* new APIs \(cure: leave tf32 out"):
+    with pytest.raises(ConfigError, match=r"tf32=True, and torch does not return .* new APIs \(cure: leave tf32 out"):
         fit(program.init(), {"train": batches(1)}, program, epochs=1, tf32=True)
 
 

@@ -692,15 +692,6 @@ def test_what_was_applied_in_between_breaks_the_row() -> None:
     assert int(fit(program.init(), given, program, epochs=1).state.updates) == 1
 
 
-def test_a_run_that_skips_goes_back_before_it_ends() -> None:
-    program, told = mlp(nonfinite="skip"), Told()
-    given = [*poisoned(110, *range(1, 110)), *batches(10)]
-    result = fit(program.init(), given, program, epochs=1, rollback=1, sinks=[told], log_every=1)
-    assert int(result.state.updates) >= 10
-    with pytest.raises(NonFiniteError, match="100 updates in a row"):
-        fit(program.init(), poisoned(300, *range(300)), program, epochs=1, rollback=1)
-
-
 def test_data_without_targets_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
     """A state that halts at what is not finite has not: the weight of all batches is 0, which is no error."""
     program = ps.program(tiny_mlp(), ps.supervised(nn.CrossEntropyLoss(ignore_index=0)), optim.sgd(0.1))
@@ -720,24 +711,6 @@ def test_a_file_of_rows_has_those_of_the_history_where_the_count_stands_still(ki
     assert len(path.read_text().splitlines()) == 6 + (kind == "csv")
 
 
-def test_a_file_of_rows_shows_no_update_that_was_undone(tmp_path: Path) -> None:
-    program, given, bad = mlp(), batches(6), iter([4])
-
-    class Once:
-        def __len__(self) -> int:
-            return len(given)
-
-        def __iter__(self) -> Iterator[Any]:
-            spoilt = next(bad, None)
-            return ((x * torch.nan, y) if number == spoilt else (x, y) for number, (x, y) in enumerate(given))
-
-    path = tmp_path / "rows.jsonl"
-    settings: dict[str, Any] = {"rollback": 1, "check_every": None, "log_every": 1, "sinks": [ps.sinks.jsonl(path)]}
-    fit(program.init(), {"train": Once()}, program, epochs=2, **settings)
-    steps = [row["step"] for row in map(json.loads, path.read_text().splitlines()) if row["kind"] == "step"]
-    assert steps == sorted(set(steps))
-
-
 def test_a_loader_whose_name_begins_like_anothers_has_metrics_of_its_own() -> None:
     program, given = mlp(), batches(5)
     loaders = {"train": given, "val": given[:1], "val_hard": given[1:2]}
@@ -752,30 +725,6 @@ def test_a_state_that_was_just_evaluated_does_not_use_up_the_patience(tail: Any)
     loaders = {"train": batches(5), "val": batches(2)}
     result = fit(program.init(), loaders, program, epochs=4, evaluate_every=0.5, early_stopping=1)
     assert result.stop_reason == "epochs"
-
-
-def test_going_back_keeps_what_a_callback_has_put_in() -> None:
-    program, seen = mlp(), list[float]()
-
-    def start(event: Any) -> Any:
-        if isinstance(event, events.FitStart):
-            return event.state._replace(params={k: torch.full_like(v, 7.0) for k, v in event.state.params.items()})
-        if isinstance(event, events.StepEnd):
-            seen.append(float(next(iter(event.state.params.values())).mean()))
-        return None
-
-    given = batches(6)
-    again = iter([(given[2][0] * torch.nan, given[2][1])])
-
-    class Once:
-        def __len__(self) -> int:
-            return len(given)
-
-        def __iter__(self) -> Iterator[Any]:
-            return (next(again, batch) if number == 2 else batch for number, batch in enumerate(given))
-
-    fit(program.init(), {"train": Once()}, program, epochs=1, rollback=1, check_every=None, callbacks=[start])
-    assert min(seen) > 5
 
 
 def test_a_script_that_ends_itself_in_a_callback_has_saved(tmp_path: Path) -> None:

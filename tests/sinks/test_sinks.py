@@ -829,30 +829,6 @@ def test_tensorboard_shows_every_step_once(tmp_path: Path):
 
 @pytest.mark.peer
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's own
-def test_tensorboard_shows_every_step_once_of_a_run_that_goes_back(tmp_path: Path):
-    pytest.importorskip("tensorboard")
-
-    class Loader:
-        count = 0
-
-        def __len__(self) -> int:
-            return 4
-
-        def __iter__(self) -> Any:
-            for _ in range(4):
-                self.count += 1
-                bad = self.count in (6, 7, 12)
-                yield torch.full((2, 1), math.nan if bad else 0.5), torch.zeros(2, 1)
-
-    program = ps.program(torch.nn.Linear(1, 1), ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.01))
-    kw = {"rollback": 3, "log_every": 1, "sinks": [tensorboard(tmp_path)]}
-    result = ps.fit(program.init(), {"train": Loader()}, program, epochs=4, **kw)
-    last = int(result.state.updates)
-    assert points(tmp_path, "train/steps_per_second") == points(tmp_path, "train/lr") == list(range(1, last + 1))
-
-
-@pytest.mark.peer
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's own
 def test_tensorboard_shows_the_mean_of_a_window_and_that_of_an_epoch_apart(tmp_path: Path):
     pytest.importorskip("tensorboard")
     program = ps.program(torch.nn.Linear(1, 1), ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.01))

@@ -71,7 +71,6 @@ _EXAMPLES = {
     "profile": "profile=(10, 13)",
     "record": "record=10",
     "resume": 'resume="auto"',
-    "rollback": "rollback=3",
     "steps": "steps=1000",
 }
 

@@ -146,12 +146,6 @@ class FitConfig(BaseModel):
     snapshots, into that of ``(10, 13, "traces")``, or else into the working directory. A profiler that fails is logged,
     and the run goes on. Of several processes the first one is recorded."""
 
-    rollback: fields.AtLeast0 = 0
-    """How many times the run may return to its last good state after a loss or gradient that is not finite, before
-    `NonFiniteError` is raised: at least 0. The run then continues after the batches in between. It keeps a good state
-    in memory at its start and after every evaluation; a resumed run keeps its first one at the resume, so it may return
-    less far than an uninterrupted run."""
-
     record: fields.AtLeast0 = 0
     """Debugging: keep copies of the last n batches, and states from which their steps can be repeated, at least 0: two
     copies of the state and up to 2 n - 1 batches, in memory on their devices. They are ``result.recording``; if an

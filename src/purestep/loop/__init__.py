@@ -18,9 +18,8 @@ best_state        the state of the best row
 nonfinite_steps   states that stopped at a number that is not finite
 purity_check      a check of the first calls
 recorder          the last batches, to repeat calls
-eager_hint        one line about short eager steps
 histograms  profiling  plateau                       what `fit` records, and a rate that falls
-processes  ranks  joint_replay                       several processes: decisions, checks, the call that halted all
+processes  ranks                                     several processes: decisions, checks
 member_columns                                       ensembles
 evaluate  predict  rate_finder  batch_statistics     functions of their own
 """

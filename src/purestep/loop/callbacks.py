@@ -14,7 +14,6 @@ from ..compile import live_state, states
 from ..diagnostics import purity
 from ..errors import StateError
 from ..types import Metrics, TrainState, Tree
-from . import environment
 from .evaluate import Watch
 from .loop_state import LoopState
 
@@ -111,7 +110,7 @@ def _answer(callback: events.Callback, event: events.Event) -> Any:
     entries = _entries(state)
     where = f"callback {_name(callback)} at {type(event).__name__}"
     try:
-        answer = environment.check_draws(lambda: callback(event), where)
+        answer = callback(event)
         _check_entries(entries)
         _check_untouched(state, memory, before)
     except Exception as error:

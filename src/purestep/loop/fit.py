@@ -26,7 +26,7 @@ from .loop_state import Cell, FitResult, cell, joined, with_row
 from .member_columns import with_best
 from .policy import EvalSchedule, limit_reached
 from .recorder import BatchRecorder
-from .recovery import LastGood, save_on_error
+from .recovery import save_on_error
 from .resume import Checkpointer
 from .signals import Signals
 from .transitions import (
@@ -42,7 +42,7 @@ from .transitions import (
     end_run,
     evaluate_loader,
     is_cut_off,
-    replace_broken,
+    lose_donated,
     result_of,
     save,
     save_last,
@@ -87,13 +87,8 @@ def fit(
             stopped. So does one with ``resume="old", snapshots="new"``: it does not start again from "old" once "new"
             has a snapshot.
 
-    Runs in several threads of one process give the same numbers as each gives alone. Their steps and loaders take turns
-    with the global generators of torch, numpy and Python, which the process shares (compiled steps that draw nothing do
-    not wait), and graphs are captured while no other thread runs an eager step. Torch's switches (``deterministic``,
-    ``tf32``, ``detect_anomaly``, the default dtype) belong to the process: a run that needs other ones than a running
-    one raises, and so does a callback that draws while another thread trains. Your own thread that draws, for example
-    to build a model, takes its turn with ``with ps.rng.scoped(seed):``; without it, it draws from the running step's
-    generator and changes that step's numbers. Signals end only the run on the main thread.
+    One run at a time: a `fit` in another thread of the process is refused while this one trains; one inside a callback
+    works. So does a run off the main thread, where no signal ends it.
 
     In several processes every process makes the same call, with a program of `purestep.distribute` and whole loaders:
     all draw one order and load their rows of each batch, as `types.Share`. History, monitor and best are those of one
@@ -108,16 +103,14 @@ def fit(
         of epochs and why it ended; ``result.best_state`` is the state of the best epoch. The module is not written.
 
     Raises:
-        ConfigError: settings that do not exist, contradict each other or those of a run in another thread; after an
-            epoch, a ``monitor`` that is no metric.
+        ConfigError: settings that do not exist or contradict each other; a run in another thread of this process; after
+            an epoch, a ``monitor`` that is no metric.
         StateError: ``init_state``, or the answer of a callback, is no state to train.
         DataError: an empty, exhausted or failing loader; a batch with another structure than the first.
         NonFiniteError: a loss or gradient that is not finite (``nonfinite="raise"``); ``error.result`` has the state,
-            and `purestep.testing.replay` repeats the call from a file in the directory of the snapshots. The file of a
-            run on several processes has the whole batch: repeat it in one process, with the program before
-            `purestep.distribute`. With ``nonfinite="skip"``: 100 refused updates in a row.
-        StepContractError: the step is not pure (see `FitConfig.check_every`), or returns no state and metrics; a
-            callback draws from a global generator while another thread trains.
+            and `purestep.testing.replay` repeats the call from a file in the directory of the snapshots. A
+            run on several processes writes no file. With ``nonfinite="skip"``: 100 refused updates in a row.
+        StepContractError: the step is not pure (see `FitConfig.check_every`), or returns no state and metrics.
         SnapshotError: a snapshot does not fit, is damaged or cannot be written; `Locked`: another run's directory.
         RankError: several processes without `purestep.distribute`; processes with different programs, settings, data
             or snapshots; a loader that cannot be divided among them; a process that ended or does not answer.
@@ -137,7 +130,6 @@ def fit(
     given = inputs.checked_state(init_state)
     inputs.check_fits(given, ready)
     run = Run(inputs.placed(given, settings.device, ready))
-    is_callers = run.state is given
     mesh = ranks.mesh_of(run.state, where="fit")
     with ExitStack() as stack:
         stack.enter_context(ranks.quiet(mesh))
@@ -152,7 +144,7 @@ def fit(
             inputs.callables("callbacks", callbacks), inputs.ready_sinks(sinks, store, settings, mesh)
         )
         signals = stack.enter_context(Signals())
-        return _train(run, Opened(settings, ready, feeds, store, listeners, signals, mesh, is_callers=is_callers))
+        return _train(run, Opened(settings, ready, feeds, store, listeners, signals, mesh))
 
 
 class Opened(NamedTuple):
@@ -165,7 +157,6 @@ class Opened(NamedTuple):
     callbacks: Callbacks
     signals: Signals
     mesh: Mesh | None  # of several processes
-    is_callers: bool  # the state is the caller's own, not a moved copy
 
 
 # --- the loop ---------------------------------------------------------------------------------------------------------
@@ -236,7 +227,6 @@ def _train(run: Run, opened: Opened) -> FitResult:
                     monitor.check(loop, feeds.evaluation)
                     run.loop = monitor.observed(loop, row)
                     improved = monitor.improved(before, run.loop)
-                    services.last_good.keep(run.state, run.loop)
                     if monitor.should_stop(run.loop):
                         run.loop = run.loop.stopped("early_stopping")
 
@@ -269,7 +259,7 @@ def _train(run: Run, opened: Opened) -> FitResult:
         save(run, wait=True)
     except BaseException as caught:
         error = caught
-        is_whole = not (services.call.broke_donation and replace_broken(run, caught))
+        is_whole = not (services.call.broke_donation and lose_donated(run, caught))
         if is_whole and run.loop.calls and not run.heeded:
             save_on_error(caught, lambda: save_last(run), processes=services.processes.size)
         raise
@@ -283,7 +273,7 @@ def _train(run: Run, opened: Opened) -> FitResult:
 
 def _restore(run: Run, opened: Opened) -> Services:
     """Set the values of a run to those of an interrupted one, if there is one; return the services."""
-    config, program, feeds, snapshots, callbacks, signals, mesh, is_callers = opened
+    config, program, feeds, snapshots, callbacks, signals, mesh = opened
     if config.record and mesh is not None:
         raise ConfigError("record keeps the batches of one process alone", where="fit", hint="record=0")
     processes.check_alike(mesh, lambda: processes.facts_of(run.state, program, config, feeds))
@@ -301,7 +291,6 @@ def _restore(run: Run, opened: Opened) -> Services:
         snapshots.track(monitor.metric, mode=monitor.mode)
     processes.check_alike(mesh, lambda: processes.place_of(run.loop))
     is_saved = resumed or run.loop.calls > 0  # also by hand, without a loop state
-    start = (run.state, run.loop) if is_callers and not resumed and config.donate != "init" else None
     progress = progress_.opened(config.log_every, run.state, run.loop)
     checkpointer = Checkpointer(snapshots, feeds.train, saved=run.loop.calls if is_saved else None)
     services = Services(
@@ -314,7 +303,6 @@ def _restore(run: Run, opened: Opened) -> Services:
         progress=progress,
         monitor=monitor,
         view=view,
-        last_good=LastGood(config.rollback, start),
         best_state=BestState(monitor.kept_by(snapshots)),
         checkpointer=checkpointer,
         recorder=BatchRecorder(config.record),
@@ -329,7 +317,6 @@ def _restore(run: Run, opened: Opened) -> Services:
         histograms=histograms.recorder(config.histograms, eager, run.state),
         resumed=resumed,
     )
-    services.last_good.keep(run.state, run.loop)
     if not resumed:
         policy.warn_of_short_average(program, config, feeds.train)
     return services

@@ -31,7 +31,6 @@ class LoopState(NamedTuple):
     best: stopping.Record = stopping.init()
     best_step: int | None = None  # the snapshot of the best row
     evaluations: int = 0  # rows with a value of the monitored metric, which early stopping counts
-    rollbacks: int = 0  # returns to a good state so far
     history: Mapping[str, list[Cell]] = MappingProxyType({})  # columns of one length
     judged: str = ""  # the monitored metric and its mode, to which `best` belongs
     window: int = 0  # micro-batches per update; 0 if unknown

@@ -21,7 +21,7 @@ from ..errors import NonFiniteError, RankError
 from ..parallel import agreement, host, placement
 from ..torch_ext import tensor_layout
 from ..types import Program, Tree
-from . import joint_replay, nonfinite_steps
+from . import nonfinite_steps
 from .inputs import Feeds
 from .loop_state import Call, LoopState
 from .progress import Progress
@@ -146,7 +146,6 @@ class Several(Alone):
     ) -> None:
         super().__init__(signals, checkpointer, progress, config)
         self.rank, self.size = mesh.rank, mesh.size
-        self._mesh = mesh
         self._feed = feed
         self._agreement = agreement.Agreement()
         self._loop = LoopState()
@@ -232,10 +231,7 @@ class Several(Alone):
             "" if last is None else f"epoch {last.epoch + 1}" + (f", batch {last.batch + 1}" if last.batch >= 0 else "")
         )
         bad = agreement.gathered(nonfinite_steps.bad_leaves(window))
-        error = nonfinite_steps.explain_from(error, bad, place)
-        accumulate = program.static.accumulate if program.static else 1
-        joint_replay.write(error, frozen, window, self._checkpointer.snapshots, mesh=self._mesh, accumulate=accumulate)
-        return error
+        return nonfinite_steps.explain_from(error, bad, place)
 
     def watch(self, batches: Iterable[T]) -> Iterator[T]:
         for batch in batches:
@@ -263,7 +259,7 @@ class Several(Alone):
         due = self.rank == 0 and not self._due_sent and self._by_clock()
         self._due_sent = self._due_sent or due
         loop = self._loop
-        place = zlib.crc32(repr((loop.epoch, loop.batch, loop.calls, loop.rollbacks)).encode())
+        place = zlib.crc32(repr((loop.epoch, loop.batch, loop.calls)).encode())
         place ^= self._feed.order(loop.epoch, loop.batch - 1)
         return _Word(
             signal=_SIGNALS.index(pending),

@@ -188,13 +188,6 @@ class Progress:
         found = _invalid({name: pair for name, pair in values.items() if name in self.rates})
         return next((f"{name} is {rate:g}" for name, rate in found.items() if name.endswith(f"[{member}]")), "")
 
-    def discard(self) -> None:
-        """Discard the metrics and batches of calls that are undone."""
-        self._queue.rows(wait=True)
-        self._held.clear()
-        self.pending = self._refusals = 0
-        self._member_refusals.clear()
-
     def window(self, number: int) -> list[tuple[Call, Any]]:
         """Return the calls, with their batches, of the update that halted at this call (as the state counts)."""
         held = [(call, batch) for call, batch in self._held if call.number + self._before <= number]

@@ -25,8 +25,8 @@ _NOTHING = object()
 class BatchRecorder:
     """Keeps copies of at least the last ``size`` batches, and a copy of the state before every ``size``-th of them.
 
-    A state that is not the result of the call before (a flush, a rollback, the answer of a callback) is copied too. So
-    two copies of the state and less than ``2 * size`` batches are in memory, unless states change between the calls.
+    A state that is not the result of the call before (a flush, the answer of a callback) is copied too. So two copies
+    of the state and less than ``2 * size`` batches are in memory, unless states change between the calls.
 
     Args:
         size: number of batches, >= 0; 0: keep nothing.

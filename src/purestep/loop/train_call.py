@@ -19,7 +19,6 @@ from ..diagnostics import not_finite, purity
 from ..errors import ConfigError, NonFiniteError, PurestepError, StepContractError
 from ..step import static_of
 from ..types import EvalStep, Metrics, Program, TrainStep, Tree
-from .eager_hint import EagerHint
 from .evaluate import BatchCheck, check_pair, takes_index
 from .loop_state import LoopState
 from .nonfinite_steps import FOUND, can_halt, halts
@@ -44,9 +43,7 @@ def train_call(eager: Program, program: Program, state: Tree, config: FitConfig)
     compiled = compile_.without_donation(program).train_step is not eager.train_step
     check = PurityCheck(eager, config.check_every, compiled=compiled)
     kind = _FailpointCall if files.armed() else TrainCall
-    undecided = config.compile == "auto" and not compiled and not config.detect_anomaly
-    hint = EagerHint(wanted=undecided and data.device_of(state).type == "cpu" and bool(states(state)))
-    return kind(program.train_step, state, check, hint, anomalies=config.detect_anomaly, compiled=compiled)
+    return kind(program.train_step, state, check, anomalies=config.detect_anomaly, compiled=compiled)
 
 
 class TrainCall:
@@ -56,14 +53,11 @@ class TrainCall:
         step: ``(state, batch) -> (state, metrics)``.
         state: structure, shapes and dtypes of later states must equal this one's.
         check: of the first calls.
-        hint: is asked at some of the calls whether the run should be compiled.
         anomalies: read every result at once, and name the leaf that is not finite.
         compiled: the step compares states itself.
     """
 
-    def __init__(
-        self, step: TrainStep, state: Tree, check: PurityCheck, hint: EagerHint, *, anomalies: bool, compiled: bool
-    ) -> None:
+    def __init__(self, step: TrainStep, state: Tree, check: PurityCheck, *, anomalies: bool, compiled: bool) -> None:
         self.broke_donation = False
         """True if a donated step failed while it wrote: the memory of its input state is undefined."""
         self._check_batch = BatchCheck()
@@ -75,7 +69,6 @@ class TrainCall:
         self._kept = step.kept if isinstance(step, compile_.DonatedStep) and step.adopts else None
         self._has_harmed = step.has_harmed if isinstance(step, compile_.DonatedStep) else lambda: False
         self._check_purity = check
-        self._hint = hint
         self._anomalies = anomalies
         self._compiled = compiled
         self._kind = purity.Kind(state)
@@ -141,9 +134,7 @@ class TrainCall:
         try:
             result = self._check_purity(state, batch, place) if calls == self._check_purity.due else None
             if result is None or self._compiled:
-                self._hint.before()
                 result = self._unchecked(state, batch)
-                self._hint.after()
             elif self._kept is not None:
                 result = self._kept(state, result[0]), result[1]
             if not self._compiled:

@@ -14,7 +14,7 @@ from ..compile import MetricVector, as_dict, released
 from ..diagnostics import purity
 from ..errors import NonFiniteError, StepContractError
 from ..types import Metrics, Program, Tree
-from . import environment, inputs, nonfinite_steps, policy, recovery
+from . import inputs, nonfinite_steps, policy, recovery
 from .best_state import BestState
 from .callbacks import Callbacks
 from .evaluate import eval_means
@@ -26,7 +26,6 @@ from .processes import Alone
 from .profiling import Profiler
 from .progress import Progress
 from .recorder import BatchRecorder
-from .recovery import LastGood
 from .resume import Checkpointer
 from .signals import Preempted, interrupted, is_at_once
 from .train_call import TrainCall
@@ -51,7 +50,6 @@ class Services(NamedTuple):
     schedule: EvalSchedule
     monitor: Monitor
     view: str | None  # of the state that is evaluated; None without an average
-    last_good: LastGood
     checkpointer: Checkpointer
     best_state: BestState
     recorder: BatchRecorder
@@ -134,13 +132,8 @@ def call_step(run: Run, batch: Any) -> None:
     if run.services.histograms is not None:
         updates = loop.updates + run.services.progress.pending
         run.services.histograms.before_call(run.state, batch, updates=updates, closes=loop.left == 1)
-    try:
-        run.state, metrics = run.services.call(run.state, batch, loop)
-        recorder.returned(run.state)
-    except NonFiniteError as error:  # of detect_anomaly, which reads at once
-        if not _went_back(run, error, recovery.past_call(run.state), loop.stepped()):
-            raise
-        return
+    run.state, metrics = run.services.call(run.state, batch, loop)
+    recorder.returned(run.state)
     run.loop = loop.stepped()
     call = Call(loop.calls + 1, loop.epoch, loop.batch, loop.left == 1, purity.versions(batch))
     _count(run, call, metrics, batch)
@@ -181,8 +174,7 @@ def settle(run: Run, *, wait: bool) -> None:
     try:
         run.loop, lines = run.services.progress.settle(run.loop, run.state, wait=wait)
     except NonFiniteError as error:
-        _go_back(run, error)
-        return
+        raise _explained(run, error) from error
     for line in lines:
         dispatch(run, line)
 
@@ -212,9 +204,7 @@ def evaluate_loader(run: Run, name: str) -> dict[str, float]:
     loaded = services.processes.watch_evaluation(services.feeds.evaluation[name].epoch(0))
     batches = data.prefetch(loaded, data.device_of(state), name=name)
     with services.progress.paused():
-        means = environment.check_draws(
-            lambda: eval_means(state, batches, step, name=name, watch=watch), f"eval_step, {name}"
-        )
+        means = eval_means(state, batches, step, name=name, watch=watch)
     values = {f"{name}_{key}": value for key, value in means.items()}
     if not services.processes.leaving:
         dispatch(run, events.EvalEnd(name, run.loop.epoch, run.loop.updates, values))
@@ -249,12 +239,9 @@ def _is_below_minimum(run: Run) -> bool:
 
 def dispatch(run: Run, event: events.Event) -> None:
     """Dispatch an event and heed the answers."""
-    before = run.state
     _heed(run, run.services.callbacks.dispatch(event))
     if isinstance(event, events.FitStart | events.EpochEnd):
         run.loop = run.services.processes.meet(run.loop, run.state)
-        if run.state is not before:
-            run.services.last_good.keep(run.state, run.loop)  # going back keeps the state of a callback
 
 
 def _heed(run: Run, answers: Iterable[Any]) -> None:
@@ -323,45 +310,24 @@ def undo_boundary(run: Run) -> None:
         run.loop = loop._replace(stop=stop, left=inputs.window_left(run.state, loop.window))
 
 
-def _go_back(run: Run, error: NonFiniteError) -> None:
-    """Go back to the last good state, or raise the error with an explanation."""
-    if not _went_back(run, error, run.state, run.loop):
-        run.state = nonfinite_steps.halt_spoilt(run.state)
-        services = run.services
-        error, window = nonfinite_steps.without_written(error, services.progress.window(error.step or 0))
-        frozen = nonfinite_steps.before_halt(run.state)
-        raise services.processes.explained(error, frozen, window, services.eager, services.feeds.train)
-
-
-def _went_back(run: Run, error: NonFiniteError, state: Tree, loop: LoopState) -> bool:
-    """Go back to the last good state, with the counters of these values; False if the config does not allow it."""
-    found = run.services.last_good.back(state, loop)
-    if found is None:
-        return False
-    run.services.progress.discard()
-    run.state, loop = found
-    run.loop = loop._replace(left=inputs.window_left(run.state, loop.window))
-    log.warning("went back to update %d: %s", loop.updates, error)
-    return True
-
-
-def replace_broken(run: Run, error: BaseException) -> bool:
-    """Replace a donated state that a failed step has overwritten; False if the state is whole."""
+def _explained(run: Run, error: NonFiniteError) -> NonFiniteError:
+    """Return the error of a halted state with an explanation."""
     services = run.services
-    found = recovery.after_failed_donation(
-        run.state,
-        run.loop,
-        error,
-        services.last_good,
-        services.checkpointer.snapshots if services.processes.size == 1 else None,
-        adopted=services.config.donate == "init",
-    )
-    if found is None:
+    run.state = nonfinite_steps.halt_spoilt(run.state)
+    error, window = nonfinite_steps.without_written(error, services.progress.window(error.step or 0))
+    frozen = nonfinite_steps.before_halt(run.state)
+    return services.processes.explained(error, frozen, window, services.eager, services.feeds.train)
+
+
+def lose_donated(run: Run, error: BaseException) -> bool:
+    """Drop a donated state that a failed step has overwritten; False if the state is whole."""
+    services = run.services
+    adopted = services.config.donate == "init"
+    if not recovery.is_lost(run.state, adopted=adopted):
         return False
-    services.progress.discard()
-    stop = run.loop.stop
-    run.state, loop = found
-    run.loop = loop._replace(stop=stop)
+    run.state = None
+    snapshots = services.checkpointer.snapshots if services.processes.rank == 0 else None
+    recovery.note_lost(error, run.loop.calls + 1, snapshots)
     vars(error)["result"] = result_of(run)
     return True
 

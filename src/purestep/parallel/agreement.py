@@ -81,17 +81,6 @@ def gathered(value: T) -> list[T]:
     return found
 
 
-def gathered_by_first(value: T) -> list[T] | None:
-    """The values of all processes, by rank, in process 0; None in the others. They are pickled, and may be large."""
-    groups = meshes.current()
-    if groups is None or groups.host is None:
-        return [value]
-    found: list[Any] | None = [None] * groups.mesh.size if groups.mesh.rank == 0 else None
-    with answered("values for the first process"):
-        dist.gather_object(value, found, dst=0, group=groups.host)
-    return found
-
-
 def by_process(number: int) -> list[int]:
     """A number of each process, by rank."""
     groups = meshes.current()

@@ -6,7 +6,7 @@
     permutations      an index by `torch.randperm` does not compile
     philox            failed launches on CUDA: the random state of attention kernels
     early_reductions  memory: losses and metrics that wait for the end of a step
-    trace_order       memory: products that move to the end of a step
+    trace_order       other random numbers with torch 2.11: draws that change places
     inplace_reuse     memory: results that do not reuse the memory of their inputs
 
 A file names the issue of torch where one is known. A file whose test passes without it goes.
