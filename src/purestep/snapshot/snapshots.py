@@ -434,7 +434,12 @@ class Snapshots:
             if here.rank == 0 and here.size > 1:
                 writer.prepare(writer.staging_path(self.directory, number, token), spread.parts)
             plan.append(_Plan(manifest, dict(zip(paths, leaves, strict=True)), spread))
-            return _Call(number, _fingerprint(manifest, spread), token, host.sent(self._background.take_error()))
+            return _Call(
+                number,
+                _fingerprint(manifest, spread) if here.size > 1 else 0,
+                token,
+                host.sent(self._background.take_error()),
+            )
 
         try:
             calls = here.together(check)
