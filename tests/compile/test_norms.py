@@ -179,7 +179,9 @@ class Turned(nn.Module):
 
 
 @pytest.mark.parametrize("made", [photos, lambda: (Turned(), torch.randn(3, 2, 6))], ids=["photos", "turned"])
-def test_operators_that_run_one_by_one_keep_the_bits_of_eager_mode(made: Callable[[], tuple[nn.Module, Tensor]]) -> None:
+def test_operators_that_run_one_by_one_keep_the_bits_of_eager_mode(
+    made: Callable[[], tuple[nn.Module, Tensor]],
+) -> None:
     torch.manual_seed(0)
     net, x = made()
     program = ps.program(net, ps.supervised(nn.MSELoss()), ps.optim.sgd(0.1))
