@@ -14,7 +14,6 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from ..errors import Corrupt, SnapshotError
-from ..state import is_number
 
 NAME = "history.npy"
 
@@ -32,19 +31,19 @@ def columns(history: Mapping[str, Any] | None) -> Columns | None:
         return None
     found: Columns = {}
     for name, column in history.items():
-        values = [value for value in column if value is not None]
-        fit = all(is_number(value) and (isinstance(value, float) or abs(value) <= 1 << 53) for value in values)
-        if not fit or len(column) != len(next(iter(history.values()))):
+        kinds = set(map(type, column)) - {type(None)}
+        are_numbers = all(issubclass(kind, int | float) and kind is not bool for kind in kinds)
+        is_exact = int not in kinds or all(type(value) is not int or abs(value) <= 1 << 53 for value in column)
+        if not (are_numbers and is_exact) or len(column) != len(next(iter(history.values()))):
             hint = "pass columns of one length, of floats, ints up to 2**53 and None"
             raise SnapshotError("is no column of numbers", where=f"history/{name}", hint=hint)
-        found[name] = "int" if all(isinstance(value, int) for value in values) else "float"
+        found[name] = "int" if kinds == {int} else "float"
     return found
 
 
 def write(folder: Path, history: Mapping[str, Any]) -> None:
     """Write the columns as an array [rows, columns]."""
-    columns = [[np.nan if value is None else value for value in column] for column in history.values()]
-    np.save(folder / NAME, np.array(columns, np.float64).reshape(len(columns), -1).T, allow_pickle=False)
+    np.save(folder / NAME, np.array(list(history.values()), np.float64).T, allow_pickle=False)  # None is NaN there
 
 
 def read(folder: Path, columns: Columns) -> dict[str, list[Any]]:
@@ -58,12 +57,12 @@ def read(folder: Path, columns: Columns) -> dict[str, list[Any]]:
         values = np.load(path, allow_pickle=False)
     except (OSError, ValueError, MemoryError, EOFError) as error:
         raise Corrupt(f"cannot be read: {error}"[:300], where=str(path)) from error
-    if values.dtype != np.float64 or values.ndim != 2 or (values.shape[1] != len(columns) and columns):
+    if values.dtype != np.float64 or values.ndim != 2 or values.shape[1] != len(columns):
         raise Corrupt(f"{values.dtype} {list(values.shape)} for {len(columns)} columns", where=str(path))
     kinds = [int if kind == "int" else float for kind in columns.values()]
     return {
         name: [None if value != value else kind(value) for value in column]
-        for name, kind, column in zip(columns, kinds, values.T.tolist(), strict=False)
+        for name, kind, column in zip(columns, kinds, values.T.tolist(), strict=True)
     }
 
 

@@ -219,7 +219,7 @@ def _write_part(job: Job, part: int) -> dict[str, File]:
     if count == 1:
         remove_tree(folder)
     leaves = job.manifest.leaves
-    arrays = {path: (leaves[path].dtype, staging_.array(buffer)) for path, buffer in job.buffers.items()}
+    arrays = {path: (leaves[path].dtype, buffer.numpy()) for path, buffer in job.buffers.items()}
     if arrays:
         try:
             orbax_io.write(folder, arrays, platforms=job.platforms)
