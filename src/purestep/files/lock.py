@@ -86,7 +86,7 @@ class DirectoryLock:
             self._take(patience)
             self._sign(last)
         except OSError as error:
-            self._lock.release()
+            self.release()
             if isinstance(error, Locked):
                 raise
             raise write_failed(self.path.parent, error) from error
