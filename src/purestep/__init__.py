@@ -93,11 +93,7 @@ if _typing.TYPE_CHECKING:
     from .events import Stop as Stop
     from .loop import FitResult as FitResult
     from .loop import evaluate as evaluate
-    from .loop import find_learning_rate as find_learning_rate
     from .loop import fit as fit
-    from .loop import predict as predict
-    from .loop import reduce_on_plateau as reduce_on_plateau
-    from .loop import refresh_batchnorm as refresh_batchnorm
     from .loop import run_epoch as run_epoch
     from .parallel import distribute as distribute
     from .parallel import full as full
@@ -105,7 +101,11 @@ if _typing.TYPE_CHECKING:
     from .tools import benchmark as benchmark
     from .tools import export_weights as export_weights
     from .tools import find_batch_size as find_batch_size
+    from .tools import find_learning_rate as find_learning_rate
     from .tools import load_into as load_into
+    from .tools import predict as predict
+    from .tools import reduce_on_plateau as reduce_on_plateau
+    from .tools import refresh_batchnorm as refresh_batchnorm
     from .tools import save_pretrained as save_pretrained
     from .tools import summary as summary
 else:
@@ -117,18 +117,15 @@ else:
         "data": ("open_feed", "to_device"),
         "ensembles": ("ensemble", "mean_and_std"),
         "events": ("Stop",),
-        "loop": (
-            *("FitResult", "evaluate", "find_learning_rate", "fit", "predict"),
-            *("reduce_on_plateau", "refresh_batchnorm", "run_epoch"),
-        ),
+        "loop": ("FitResult", "evaluate", "fit", "run_epoch"),
         "parallel": ("distribute", "full"),
         "privacy": (),
         "sinks": (),
         "snapshot": ("Snapshots",),
         "testing": (),
         "tools": (
-            *("benchmark", "export_weights", "find_batch_size"),
-            *("load_into", "save_pretrained", "summary"),
+            *("benchmark", "export_weights", "find_batch_size", "find_learning_rate", "load_into", "predict"),
+            *("reduce_on_plateau", "refresh_batchnorm", "save_pretrained", "summary"),
         ),
     }
     _HOME = {name: module for module, names in _LATE.items() for name in names}

@@ -161,13 +161,31 @@ def test_gradients_of_norms(chosen: Sequence[str]) -> None:
     assert_compiled_trains_as_eager(nets, (inputs, targets), keep_eval=kept)
 
 
-def test_operators_that_run_one_by_one_keep_the_bits_of_eager_mode() -> None:
-    torch.manual_seed(0)
+def photos() -> tuple[nn.Module, Tensor]:
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.GroupNorm(2, 8), nn.Flatten())
-    net = net.to(memory_format=torch.channels_last)
     x = torch.randn(2, 3, 6, 6).contiguous(memory_format=torch.channels_last)
+    return net.to(memory_format=torch.channels_last), x
+
+
+class Turned(nn.Module):
+    """The gradient of this norm has another layout than a trace says, and is viewed as rows of the linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.first(x).transpose(1, 2)).transpose(1, 2)
+
+
+@pytest.mark.parametrize("made", [photos, lambda: (Turned(), torch.randn(3, 2, 6))], ids=["photos", "turned"])
+def test_operators_that_run_one_by_one_keep_the_bits_of_eager_mode(
+    made: Callable[[], tuple[nn.Module, Tensor]],
+) -> None:
+    torch.manual_seed(0)
+    net, x = made()
     program = ps.program(net, ps.supervised(nn.MSELoss()), ps.optim.sgd(0.1))
-    batch = x, torch.randn(2, 128)
+    batch = x, torch.randn_like(net(x))
     expected, _ = program.train_step(program.init(), batch)
     found, _ = ps.compile_step(program.train_step, backend="aot_eager")(program.init(), batch)
     assert all(torch.equal(found.params[name], leaf) for name, leaf in expected.params.items())

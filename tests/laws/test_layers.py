@@ -44,7 +44,8 @@ LEVEL = {
             "parallel",
             "files events config data",
             "snapshot sinks diagnostics contrib",
-            "loop tools testing report",
+            "loop",
+            "tools testing report",
             "__main__",
         )
     )

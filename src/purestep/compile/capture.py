@@ -315,7 +315,7 @@ def _lower(
     shapes: str = "from_example_inputs",
 ) -> Compiled:
     if backend in ("eager", "aot_eager"):
-        return _unpacked(graph)
+        return _unpacked(fx_passes.reshaped(graph))
     if backend != "inductor":
         return _unpacked(backend(graph, inputs))
     # `standalone_compile` is documented, but not yet public.

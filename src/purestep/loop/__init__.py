@@ -1,4 +1,4 @@
-"""The outer loop: `fit`, `run_epoch`, `evaluate`, `predict`; what goes with it before, during and after a run.
+"""The outer loop: `fit`, `run_epoch`, `evaluate`; what goes with it before, during and after a run.
 
 fit               the loop, from the restore to the end
 loop_state        the state of the loop: plain numbers, one value
@@ -18,19 +18,16 @@ best_state        the state of the best row
 nonfinite_steps   states that stopped at a number that is not finite
 purity_check      a check of the first calls
 recorder          the last batches, to repeat calls
-histograms  profiling  plateau                       what `fit` records, and a rate that falls
+histograms  profiling                                what `fit` records
 processes  ranks                                     several processes: decisions, checks
 member_columns                                       ensembles
-evaluate  predict  rate_finder  batch_statistics     functions of their own
+evaluate                                             `run_epoch`, `evaluate`
 """
 
 from __future__ import annotations
 
-from .batch_statistics import refresh_batchnorm as refresh_batchnorm
+from .evaluate import check_pair as check_pair
 from .evaluate import evaluate as evaluate
 from .evaluate import run_epoch as run_epoch
 from .fit import fit as fit
 from .loop_state import FitResult as FitResult
-from .plateau import reduce_on_plateau as reduce_on_plateau
-from .predict import predict as predict
-from .rate_finder import find_learning_rate as find_learning_rate

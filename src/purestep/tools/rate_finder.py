@@ -12,12 +12,10 @@ from typing import Any, NamedTuple
 from .. import data, optim, parallel, tree
 from .. import metrics as metrics_
 from ..errors import ConfigError, DataError, StateError, StepContractError
+from ..loop import check_pair, inputs, ranks
 from ..parallel import agreement
 from ..state import check_count, check_range, stacked
 from ..types import Device, Empty, Metrics, Program, TrainState
-from . import ranks
-from .evaluate import check_pair
-from .inputs import window_left
 
 _SKIPPED = (10, 1)  # first and last points that the suggestion ignores, as in Lightning
 _LINE = "tx = ps.optim.inject(ps.optim.adamw)(learning_rate=1e-3)"
@@ -200,7 +198,7 @@ def _endless(feed: data.Feed, device: Device, name: str) -> Generator[Any]:
 def _update(program: Program, state: TrainState, batches: Iterator[Any], window: int) -> tuple[TrainState, float]:
     """Run the steps of one optimizer update; return the state and the loss over them."""
     total: Metrics = metrics_.empty()
-    for _ in range(window_left(state, window)):
+    for _ in range(inputs.window_left(state, window)):
         state, found = check_pair(program.train_step(state, next(batches)))
         total = metrics_.merge(total, found)
     if "loss" not in total:

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from .. import data, rng, tree
 from ..errors import ConfigError, DataError, StateError, StepContractError
+from ..loop import ranks
 from ..objective import call_model, split_batch
 from ..parallel import agreement
 from ..state import stacked
 from ..step import untouched
 from ..types import Program, Share, TrainState
-from . import ranks
 
 _CURE = (
     "pass forward=lambda model, inputs: ... that returns tensors with one row per example, in dicts and tuples; or "

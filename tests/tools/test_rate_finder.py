@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Sampler, TensorDataset
 import purestep as ps
 from purestep import optim
 from purestep.errors import ConfigError, DataError, StateError, StepContractError
-from purestep.loop import rate_finder
+from purestep.tools import rate_finder
 
 X = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
 Y = X @ torch.randn(4, 1, generator=torch.Generator().manual_seed(1))

@@ -6,9 +6,9 @@ from typing import Any
 
 from .. import data
 from ..errors import ConfigError, StateError
+from ..loop import ranks
 from ..state import stacked
 from ..types import Program, TrainState
-from . import ranks
 
 
 def refresh_batchnorm(

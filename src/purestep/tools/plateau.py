@@ -13,10 +13,10 @@ from .. import stopping
 from ..compile import states
 from ..errors import ConfigError, StateError
 from ..events import EpochEnd, Event, FitEnd, FitStart
+from ..loop import metric_queue
 from ..optim import hyperparameters
 from ..state import stacked
 from ..types import TrainState
-from . import metric_queue
 
 _log = logging.getLogger("purestep")
 _Row = tuple[Any, Any, float | None]  # epoch, step, value
