@@ -26,17 +26,15 @@ log = logging.getLogger("purestep")
 # --- open -------------------------------------------------------------------------------------------------------------
 
 
-def open_snapshots(snapshots: Any, config: FitConfig, feed: data.Feed) -> tuple[Snapshots | None, bool]:
+def open_snapshots(snapshots: Any, config: FitConfig) -> tuple[Snapshots | None, bool]:
     """Return the snapshots to write, and True if this function opened them, so that fit closes them.
 
     Raises:
         ConfigError: neither a Snapshots nor a path.
-        DataError: a loader that a snapshot inside an epoch cannot resume.
         Locked, WriteFailed: the directory cannot be written.
     """
     if snapshots is None or config.fast_dev_run:
         return None, False
-    feed.require_resume()
     opened, owned = snapshots, False
     if isinstance(snapshots, str | os.PathLike):
         opened, owned = Snapshots(snapshots), True
