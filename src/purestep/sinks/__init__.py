@@ -7,7 +7,7 @@ tensorboard   event files of TensorBoard
 trackers      Weights & Biases, MLflow
 default       the sinks of a run that names none
 guarded       a wrapper that keeps a failing or hanging sink from harming the run
-output        files, pipes and devices
+output        the file of a sink
 """
 
 from .console import Progress as Progress
@@ -18,7 +18,7 @@ from .guarded import Sink as Sink
 from .guarded import guarded as guarded
 from .json_history import History as History
 from .json_history import history_json as history_json
-from .row_files import Rows as Rows
+from .row_files import RowFile as RowFile
 from .row_files import csv as csv
 from .row_files import jsonl as jsonl
 from .tensorboard import TensorBoard as TensorBoard
