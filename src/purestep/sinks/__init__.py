@@ -1,6 +1,6 @@
 """Sinks: callables that get the events of a run (`purestep.events`), with a ``close()``.
 
-console       progress on the terminal
+console       progress as lines; live_bar: as a bar, by rich
 json_history  the history as JSON
 row_files     CSV and JSON lines
 tensorboard   event files of TensorBoard
@@ -10,7 +10,7 @@ guarded       a wrapper that keeps a failing or hanging sink from harming the ru
 output        the file of a sink
 """
 
-from .console import Progress as Progress
+from .console import ProgressBar as ProgressBar
 from .console import progress as progress
 from .default import default_sinks as default_sinks
 from .guarded import Guarded as Guarded
