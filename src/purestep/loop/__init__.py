@@ -6,7 +6,7 @@ transitions       from one state of the run to the next: a call, a signal, a sna
 inputs            settings, program, state, loaders and sinks, checked and opened
 train_call        the call of the train step, compiled if the settings say so
 window_position   the position in the accumulation window, counted on the host
-resume            the state to go on from, and what is saved
+resume            the state to go on from, what is saved, and the state of the best row
 recovery          back to a good state after an error
 policy            which row is the best, when to stop, when to evaluate
 metric_queue      metrics that arrive late
@@ -14,7 +14,6 @@ progress          metrics of calls as sums of the history, and log lines
 callbacks         events to sinks and callbacks
 signals           SIGINT, SIGTERM and SIGUSR1 during a run
 environment       torch's switches during a run
-best_state        the state of the best row
 nonfinite_steps   states that stopped at a number that is not finite
 purity_check      a check of the first calls
 recorder          the last batches, to repeat calls

@@ -19,7 +19,6 @@ from ..snapshot import Snapshots
 from ..types import Program, Tree
 from . import environment, histograms, inputs, policy, processes, profiling, ranks, resume, train_call
 from . import progress as progress_
-from .best_state import BestState
 from .callbacks import Callbacks
 from .inputs import Feeds
 from .loop_state import Cell, FitResult, cell, joined, with_row
@@ -27,7 +26,7 @@ from .member_columns import with_best
 from .policy import EvalSchedule, limit_reached
 from .recorder import BatchRecorder
 from .recovery import save_on_error
-from .resume import Checkpointer
+from .resume import BestState, Checkpointer
 from .signals import Signals
 from .transitions import (
     UNSCORED,
@@ -95,8 +94,8 @@ def fit(
     process, and a run may go on with another number of processes. Callbacks run in every process, with its part of the
     state and its share of a batch; if they return a state, they do so in all. Sinks, the log and the directory belong
     to the first process. If one process gets a signal or `Stop`, comes to the end of ``max_time`` or to a snapshot due
-    by the clock, or has an error of the writer, all processes act on it together; inside an epoch, one call later. An
-    error in one process ends the others with a RankError, without a snapshot, which would take all of them.
+    by the clock, or has an error of the writer, all processes act on it together, at the same call. An error in one
+    process ends the others with a RankError, without a snapshot, which would take all of them.
 
     Returns:
         `FitResult`: the last state (with ``restore_best=True`` the best one), the history, the best epoch, the number
@@ -203,7 +202,8 @@ def _train(run: Run, opened: Opened) -> FitResult:
                     settle(run, wait=True)
                     files.failpoint("loop.epoch")
                     run.before = run.state, run.loop
-                    run.loop = run.loop.next_epoch(services.schedule.counted(run.loop))
+                    services.schedule.end(run.loop)
+                    run.loop = run.loop.next_epoch()
                     due = services.schedule.due_at_end(run.loop)
 
                 if due is not None:
@@ -303,7 +303,7 @@ def _restore(run: Run, opened: Opened) -> Services:
         progress=progress,
         monitor=monitor,
         view=view,
-        best_state=BestState(monitor.kept_by(snapshots)),
+        best_state=BestState(monitor.kept_by(snapshots), config.resume),
         checkpointer=checkpointer,
         recorder=BatchRecorder(config.record),
         callbacks=callbacks,

@@ -35,9 +35,7 @@ class LoopState(NamedTuple):
     history: Table = Table()
     judged: str = ""  # the monitored metric and its mode, to which `best` belongs
     window: int = 0  # micro-batches per update; 0 if unknown
-    counted: int = 0  # batches of the last epoch, if the loader's length was wrong and fractions depend on it
     injected: Mapping[str, float] = MappingProxyType({})  # hyperparameters that were passed to `optim.inject`
-    origin: str = ""  # the directory that the run was resumed from, if it is not the run's own
 
     @property
     def is_ahead(self) -> bool:
@@ -63,9 +61,9 @@ class LoopState(NamedTuple):
         """After a flush, which is a call and closes the window."""
         return self._replace(calls=self.calls + 1, left=self.window)
 
-    def next_epoch(self, counted: int) -> LoopState:
+    def next_epoch(self) -> LoopState:
         """After the last batch of an epoch."""
-        return self._replace(epoch=self.epoch + 1, batch=0, counted=counted)
+        return self._replace(epoch=self.epoch + 1, batch=0)
 
     def stopped(self, reason: str | None) -> LoopState:
         """With a reason to end, unless there is one already."""

@@ -15,18 +15,17 @@ from ..diagnostics import purity
 from ..errors import NonFiniteError, StepContractError
 from ..types import Metrics, Program, Tree
 from . import inputs, nonfinite_steps, policy, recovery
-from .best_state import BestState
 from .callbacks import Callbacks
 from .evaluate import eval_means
 from .histograms import Recorder
 from .inputs import Feeds
 from .loop_state import Call, FitResult, LoopState
 from .policy import EvalSchedule, Monitor, limit_reached
-from .processes import Alone
+from .processes import Decisions
 from .profiling import Profiler
 from .progress import Progress
 from .recorder import BatchRecorder
-from .resume import Checkpointer
+from .resume import BestState, Checkpointer
 from .signals import Preempted, interrupted, is_at_once
 from .train_call import TrainCall
 
@@ -54,7 +53,7 @@ class Services(NamedTuple):
     best_state: BestState
     recorder: BatchRecorder
     callbacks: Callbacks
-    processes: Alone  # the decisions of the boundaries
+    processes: Decisions  # the decisions of the boundaries
     profiler: Profiler | None
     histograms: Recorder | None
     resumed: bool  # goes on from an interrupted run
@@ -241,7 +240,7 @@ def dispatch(run: Run, event: events.Event) -> None:
     """Dispatch an event and heed the answers."""
     _heed(run, run.services.callbacks.dispatch(event))
     if isinstance(event, events.FitStart | events.EpochEnd):
-        run.loop = run.services.processes.meet(run.loop, run.state)
+        run.loop = run.services.processes.compare(run.loop, run.state)
 
 
 def _heed(run: Run, answers: Iterable[Any]) -> None:
@@ -252,24 +251,24 @@ def _heed(run: Run, answers: Iterable[Any]) -> None:
             run.loop = run.loop._replace(left=inputs.window_left(run.state, run.loop.window))
             run.services.processes.count_answer()
         elif not _is_below_minimum(run):
-            run.loop = run.services.processes.wish(run.loop, answer.reason)
+            run.loop = run.services.processes.stop(run.loop, answer.reason)
 
 
 def between_calls(run: Run, epochs: Epochs | None = None) -> None:
     """Take the decisions of this boundary: raise the writer's error, save a snapshot that is due inside an epoch (at
     its end it is the boundary's), and heed signals."""
     processes = run.services.processes
-    run.loop = processes.agree(run.loop, wait=epochs is None)
+    run.loop = processes.take(run.loop)
     if epochs is not None and processes.is_due(run.loop) and epochs.more():
         settle(run, wait=True)
         save(run)
-    if processes.pending is not None:
+    if processes.signal is not None:
         _heed_signal(run)
 
 
 def _heed_signal(run: Run) -> None:
     processes = run.services.processes
-    pending = processes.pending
+    pending = processes.signal
     settle(run, wait=True)
     save(run, wait=pending != "snapshot")
     processes.saved()
