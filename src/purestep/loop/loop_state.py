@@ -38,7 +38,7 @@ class LoopState(NamedTuple):
     injected: Mapping[str, float] = MappingProxyType({})  # hyperparameters that were passed to `optim.inject`
 
     @property
-    def is_ahead(self) -> bool:
+    def lacks_row(self) -> bool:
         """True if something happened since the last row of the history. A step may return no metrics."""
         return bool(self.interval) or self.updates > self.updates_at_row
 

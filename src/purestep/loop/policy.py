@@ -203,7 +203,7 @@ def below_minimum(config: FitConfig, loop: LoopState, *, ahead: int = 0) -> bool
 def ended_before(monitor: Monitor, loop: LoopState) -> str | None:
     """Return why a resumed run has ended already, with a warning: otherwise it would look trained."""
     reason = "early_stopping" if monitor.should_stop(loop) else limit_reached(monitor.config, loop)
-    if reason == "steps" and loop.batch and loop.is_ahead:
+    if reason == "steps" and loop.batch and loop.lacks_row:
         return None  # its last row is missing
     if reason is not None:
         text = "nothing is trained: the run had ended already, by %s, after %d epochs and %d updates"
@@ -279,7 +279,7 @@ class EvalSchedule:
     def begin(self, loop: LoopState) -> None:
         """Begin an epoch, or go on inside one."""
         held = self._window - loop.left
-        if not held and loop.is_ahead:
+        if not held and loop.lacks_row:
             held = self._window  # there is no row here yet: an evaluation may have been interrupted
         self._checked = max(0, loop.batch - held)
         if self._fraction is not None:
