@@ -19,6 +19,28 @@ histograms  profiling                                what `fit` records
 processes  ranks                                     several processes: decisions, checks
 member_columns                                       ensembles
 evaluate                                             `run_epoch`, `evaluate`
+
+The path of a batch, from the loader to the step::
+
+    data/map_style, iterable ...   draws the order, and takes the batch from the loader (a `Feed`)
+    signals, progress              end the wait at a signal, and time it
+    data/device                    copies the batch to the device, one ahead
+    fit                            does what is due at this position, then takes the next batch
+    train_call                     checks the batch, and calls the step
+
+and back: `fit` replaces state and position, `progress` holds the metrics until `metric_queue` reads them.
+
+The path of a snapshot::
+
+    fit                            asks what is due, between two calls or at a boundary
+    resume                         adds the position: `LoopState` and that of the feed
+    snapshot/snapshots             the policy, and one save at a time
+    snapshot/staging               copies the state to the host
+    snapshot/writer                in a thread: writes, syncs, reads back, renames, deletes old ones
+    snapshot/orbax_io              the arrays
+
+A run that was killed inside an epoch finds its place in `resume.resumed`: the newest whole snapshot has the `LoopState`
+and the feed's position.
 """
 
 from __future__ import annotations

@@ -185,7 +185,7 @@ class _Run:
         window = program.static.accumulate if program.static else 1
         self.state, loop, self.is_resumed = resume.resumed(self.state, snapshots, config, feeds.train)
         self.state = inputs.windowed(self.state, window, loop.window)
-        loop = self.monitor.resumed(loop)._replace(window=window, left=inputs.window_left(self.state, window))
+        loop = self.monitor.resumed(loop)._replace(window=window, window_left=inputs.window_left(self.state, window))
         self.loop = loop
         self.eager = train_call.eager_program(program)
         self.program = program = train_call.ready_program(program, self.state, config)
@@ -354,12 +354,12 @@ class _Run:
             self.profiler.before_call()
         if self.histograms is not None:
             updates = loop.updates + self.progress.pending
-            self.histograms.before_call(self.state, batch, updates=updates, closes=loop.left == 1)
+            self.histograms.before_call(self.state, batch, updates=updates, closes=loop.window_left == 1)
         self.state, metrics = self.call(self.state, batch, loop)
         self.recorder.returned(self.state)
         self.loop = loop.stepped()
         self._count(
-            Call(loop.calls + 1, loop.epoch, loop.batch, loop.left == 1, purity.versions(batch)), metrics, batch
+            Call(loop.calls + 1, loop.epoch, loop.batch, loop.window_left == 1, purity.versions(batch)), metrics, batch
         )
 
     def _flush(self) -> None:
@@ -482,7 +482,7 @@ class _Run:
         for answer in answers:
             if not isinstance(answer, events.Stop):
                 state = inputs.checked_answer(state, answer, copied=self.config.donate == "init")
-                loop = loop._replace(left=inputs.window_left(state, loop.window))
+                loop = loop._replace(window_left=inputs.window_left(state, loop.window))
                 self.decisions.count_answer()
             elif not self._is_below_minimum(loop):
                 loop = self.decisions.stop(loop, answer.reason)

@@ -23,7 +23,7 @@ class LoopState(NamedTuple):
     epoch: int = 0  # completed epochs
     batch: int = 0  # batches consumed in the running epoch, without prefetched ones
     calls: int = 0  # of train_step and flush
-    left: int = 1  # micro-batches until the accumulation window closes; not stored, the train state has it
+    window_left: int = 1  # micro-batches until the accumulation window closes; not stored, the train state has it
     stop: str | None = None  # why the run ends; not stored
     updates: int = 0  # optimizer updates applied, as far as the host has read the metrics
     interval: Mapping[str, tuple[float, float]] = MappingProxyType({})  # sums since the last row of the history
@@ -50,7 +50,7 @@ class LoopState(NamedTuple):
     @property
     def is_window_open(self) -> bool:
         """True between two micro-batches of an accumulation window."""
-        return self.left != self.window
+        return self.window_left != self.window
 
     def stepped(self) -> LoopState:
         """After one more batch. `_replace` would take four times as long, in every step."""
@@ -59,7 +59,7 @@ class LoopState(NamedTuple):
 
     def flushed(self) -> LoopState:
         """After a flush, which is a call and closes the window."""
-        return self._replace(calls=self.calls + 1, left=self.window)
+        return self._replace(calls=self.calls + 1, window_left=self.window)
 
     def next_epoch(self) -> LoopState:
         """After the last batch of an epoch."""
@@ -150,7 +150,7 @@ def to_json(loop: LoopState) -> dict[str, Any]:
 
 def to_store(loop: LoopState) -> dict[str, Any]:
     """Return the state as a snapshot takes it: JSON, except for the history, of which only new rows are written."""
-    stored = {name: value for name, value in loop._asdict().items() if name not in ("left", "stop")}
+    stored = {name: value for name, value in loop._asdict().items() if name not in ("window_left", "stop")}
     return stored | {
         "best": stopping.to_json(loop.best),
         "interval": _sums_to_json(loop.interval),

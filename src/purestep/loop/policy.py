@@ -278,7 +278,7 @@ class EvalSchedule:
 
     def begin(self, loop: LoopState) -> None:
         """Begin an epoch, or go on inside one."""
-        held = self._window - loop.left
+        held = self._window - loop.window_left
         if not held and loop.lacks_row:
             held = self._window  # there is no row here yet: an evaluation may have been interrupted
         self._checked = max(0, loop.batch - held)
