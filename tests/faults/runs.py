@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from purestep.errors import PurestepError
 from purestep.types import Program
 
 fit = partial(ps.fit, progress=False)
-RUN: ModuleType = importlib.import_module("purestep.loop.fit")
+RUN: Any = importlib.import_module("purestep.loop.fit")._Run
 
 
 def mlp(tx: optim.Transform | None = None, objective: Any = None, **options: Any) -> Program:

@@ -270,20 +270,20 @@ def test_row_54_fails_where_nobody_looks_whether_a_state_was_given_away(monkeypa
 
 
 def test_row_54_fails_where_nothing_is_saved_on_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RUN, "save_on_error", lambda error, save, processes: None)
+    monkeypatch.setattr(RUN, "_save_on_error", lambda run, error: None)
     fails(lambda: test_row_54_a_callback_raises(events.StepEnd, 5, 5, tmp_path), NotFound)
 
 
 def test_row_54_fails_where_an_unscored_epoch_is_taken_for_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = RUN.save_last
+    real = RUN._answered
 
-    def forgetting(run: Any) -> None:
-        run.before = None
-        real(run)
+    def early(run: Any, state: Any, loop: Any, event: Any) -> Any:
+        run.state, run.loop = state, loop
+        return real(run, state, loop, event)
 
-    monkeypatch.setattr(RUN, "save_last", forgetting)
+    monkeypatch.setattr(RUN, "_answered", early)
     fails(lambda: test_row_54_a_callback_raises(events.EvalEnd, 2, 6, tmp_path))
 
 

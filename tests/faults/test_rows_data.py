@@ -251,7 +251,7 @@ def test_row_31_loader_raises_at_batch_7(how: Any, tmp_path: Path) -> None:
 
 
 def test_row_31_fails_where_nothing_is_saved_on_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RUN, "save_on_error", lambda error, save, processes: None)
+    monkeypatch.setattr(RUN, "_save_on_error", lambda run, error: None)
     fails(lambda: test_row_31_loader_raises_at_batch_7(NO_WORKERS, tmp_path), ps.errors.NotFound)
 
 

@@ -62,7 +62,7 @@ def equal(found: ps.FitResult, expected: ps.FitResult) -> bool:
 def test_row_22_terminated_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     """The step is finished, the state saved, the status 143, and the resumed run ends in the same bits."""
     assert preempting.trial(0, tmp_path / "on") is None
-    assert preempting.trial(0, tmp_path / "off", off="purestep.loop.transitions.save") is not None
+    assert preempting.trial(0, tmp_path / "off", off="purestep.loop.fit:_Run._save") is not None
 
 
 @pytest.mark.parametrize("number", range(1, 5), ids=preempting.MOMENTS[1:])
@@ -204,7 +204,7 @@ def test_row_25_ctrl_c_once(tmp_path: Path) -> None:
 
     check(tmp_path / "on")
     assert equal(fit(tmp_path / "on"), fit(None))
-    with fails_without("purestep.loop.transitions.save"):
+    with fails_without("purestep.loop.fit:_Run._save"):
         check(tmp_path / "off")
 
 

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import purestep as ps
 from purestep import events, metrics, optim, schedules
 from purestep.errors import ConfigError, DataError, NonFiniteError, StateError, StepContractError
+from purestep.loop import metric_queue
 from purestep.loop.loop_state import LoopState, from_json, to_json, with_row
 from purestep.loop.metric_queue import MetricQueue, add_to
 from purestep.loop.train_call import ready_program
@@ -492,6 +494,21 @@ def test_sums_are_the_same_bits_whatever_arrives_together(depth: int) -> None:
     for rows in late:
         add_to(found, rows)
     assert found == expected
+
+
+def test_a_copy_from_a_device_is_read_a_fixed_number_of_calls_after_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it has arrived before does not matter: `query` is never called, and the read waits."""
+    event = SimpleNamespace(waits=0)
+    event.synchronize = lambda: setattr(event, "waits", event.waits + 1)
+    monkeypatch.setattr(metric_queue, "_to_host", lambda numbers: (numbers, event))
+    queue, read = MetricQueue(depth=2), dict[int, list[Any]]()
+    for call in range(1, 13):
+        queue.add(call, {"loss": ps.Mean(torch.ones(()), torch.ones(()))})
+        tags = [tag for rows in queue.rows(wait=False) for tag in rows.tags]
+        read |= {call: tags} if tags else {}
+    assert read == {2 + metric_queue.LAG: [1, 2], 4 + metric_queue.LAG: [3, 4]}
+    assert event.waits == 2
+    assert [tag for rows in queue.rows(wait=True) for tag in rows.tags] == list(range(5, 13))
 
 
 class Watched(list[Any]):

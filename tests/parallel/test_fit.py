@@ -41,16 +41,16 @@ def test_exact_metrics_count_each_row_once(found: list[dict[str, Any]]):
 
 
 ENDS: dict[str, Any] = {
-    "sigterm": ("Preempted: 143", [4, "interrupted"], [4]),
-    "sigint": ("KeyboardInterrupt: interrupted", [4, "interrupted"], [4]),
-    "snapshot": ("returned", [5, "epochs"], [3, 5]),
-    "stop": ("returned", [4, "enough"], [4]),
+    "sigterm": ("Preempted: 143", [3, "interrupted"], [3]),
+    "sigint": ("KeyboardInterrupt: interrupted", [3, "interrupted"], [3]),
+    "snapshot": ("returned", [5, "epochs"], [2, 5]),
+    "stop": ("returned", [3, "enough"], [3]),
     "stop at the end": ("returned", [5, "enough"], [5]),
-    "max_time": ("returned", [4, "max_time"], [4]),
-    "by the clock": ("returned", [5, "epochs"], [4, 5]),
+    "max_time": ("returned", [3, "max_time"], [3]),
+    "by the clock": ("returned", [5, "epochs"], [3, 5]),
     "sigterm in an evaluation": ("Preempted: 143", [5, "interrupted"], [5]),
 }
-"""How a run of 5 calls an epoch ends after something in call 3 of one process: a word arrives one call later."""
+"""How a run of 5 calls an epoch ends after something in call 3 of one process (2: the request to save)."""
 
 
 @pytest.mark.parametrize("name", list(ENDS))

@@ -2,19 +2,16 @@
 
 fit               the loop, from the restore to the end
 loop_state        the state of the loop: plain numbers, one value
-transitions       from one state of the run to the next: a call, a signal, a snapshot, a recovery
 inputs            settings, program, state, loaders and sinks, checked and opened
 train_call        the call of the train step, compiled if the settings say so
 window_position   the position in the accumulation window, counted on the host
-resume            the state to go on from, and what is saved
-recovery          back to a good state after an error
+resume            the state to go on from, what is saved, and the state of the best row
 policy            which row is the best, when to stop, when to evaluate
 metric_queue      metrics that arrive late
 progress          metrics of calls as sums of the history, and log lines
 callbacks         events to sinks and callbacks
 signals           SIGINT, SIGTERM and SIGUSR1 during a run
 environment       torch's switches during a run
-best_state        the state of the best row
 nonfinite_steps   states that stopped at a number that is not finite
 purity_check      a check of the first calls
 recorder          the last batches, to repeat calls
@@ -22,6 +19,28 @@ histograms  profiling                                what `fit` records
 processes  ranks                                     several processes: decisions, checks
 member_columns                                       ensembles
 evaluate                                             `run_epoch`, `evaluate`
+
+The path of a batch, from the loader to the step::
+
+    data/map_style, iterable ...   draws the order, and takes the batch from the loader (a `Feed`)
+    signals, progress              end the wait at a signal, and time it
+    data/device                    copies the batch to the device, one ahead
+    fit                            does what is due at this position, then takes the next batch
+    train_call                     checks the batch, and calls the step
+
+and back: `fit` replaces state and position, `progress` holds the metrics until `metric_queue` reads them.
+
+The path of a snapshot::
+
+    fit                            asks what is due, between two calls or at a boundary
+    resume                         adds the position: `LoopState` and that of the feed
+    snapshot/snapshots             the policy, and one save at a time
+    snapshot/staging               copies the state to the host
+    snapshot/writer                in a thread: writes, syncs, reads back, renames, deletes old ones
+    snapshot/orbax_io              the arrays
+
+A run that was killed inside an epoch finds its place in `resume.resumed`: the newest whole snapshot has the `LoopState`
+and the feed's position.
 """
 
 from __future__ import annotations

@@ -8,51 +8,54 @@ depend on `LoopState` alone, which a snapshot stores with the train state, so a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import ExitStack, closing
-from typing import TYPE_CHECKING, Any, NamedTuple
+import logging
+from collections.abc import Generator, Iterable
+from contextlib import ExitStack, closing, contextmanager
+from typing import TYPE_CHECKING, Any
 
-from .. import data, events, files
-from ..errors import ConfigError
-from ..parallel import Mesh
+from .. import data, ema, events, files, parallel
+from ..compile import LiveState, MetricVector, as_dict, released, states
+from ..diagnostics import purity
+from ..errors import (
+    ConfigError,
+    NonFiniteError,
+    PurestepError,
+    SnapshotError,
+    StateError,
+    StepContractError,
+)
 from ..snapshot import Snapshots
-from ..types import Program, Tree
-from . import environment, histograms, inputs, policy, processes, profiling, ranks, resume, train_call
-from . import progress as progress_
-from .best_state import BestState
+from ..types import Metrics, Program, Tree
+from . import (
+    environment,
+    histograms,
+    inputs,
+    nonfinite_steps,
+    policy,
+    processes,
+    profiling,
+    progress,
+    ranks,
+    resume,
+    train_call,
+)
 from .callbacks import Callbacks
+from .evaluate import eval_means
 from .inputs import Feeds
-from .loop_state import Cell, FitResult, cell, joined, with_row
+from .loop_state import Call, Cell, FitResult, LoopState, cell, joined, with_row
 from .member_columns import with_best
 from .policy import EvalSchedule, limit_reached
 from .recorder import BatchRecorder
-from .recovery import save_on_error
-from .resume import Checkpointer
-from .signals import Signals
-from .transitions import (
-    UNSCORED,
-    Epochs,
-    Run,
-    Services,
-    between_calls,
-    call_flush,
-    call_step,
-    dispatch,
-    due_inside,
-    end_run,
-    evaluate_loader,
-    is_cut_off,
-    lose_donated,
-    result_of,
-    save,
-    save_last,
-    settle,
-    timed_out,
-    undo_boundary,
-)
+from .resume import BestState, Checkpointer
+from .signals import Preempted, Signals, interrupted, is_at_once
 
 if TYPE_CHECKING:  # loads pydantic, which takes half as long as the rest of `import purestep`
     from ..config import FitConfig
+
+_log = logging.getLogger("purestep")
+_END = object()
+_UNTRUSTED = (NonFiniteError, StateError, StepContractError, SnapshotError)
+"""Errors that say that the state or the directory of snapshots cannot be trusted."""
 
 
 def fit(
@@ -95,8 +98,8 @@ def fit(
     process, and a run may go on with another number of processes. Callbacks run in every process, with its part of the
     state and its share of a batch; if they return a state, they do so in all. Sinks, the log and the directory belong
     to the first process. If one process gets a signal or `Stop`, comes to the end of ``max_time`` or to a snapshot due
-    by the clock, or has an error of the writer, all processes act on it together; inside an epoch, one call later. An
-    error in one process ends the others with a RankError, without a snapshot, which would take all of them.
+    by the clock, or has an error of the writer, all processes act on it together, at the same call. An error in one
+    process ends the others with a RankError, without a snapshot, which would take all of them.
 
     Returns:
         `FitResult`: the last state (with ``restore_best=True`` the best one), the history, the best epoch, the number
@@ -129,7 +132,7 @@ def fit(
     ready = inputs.checked_program(program)
     given = inputs.checked_state(init_state)
     inputs.check_fits(given, ready)
-    run = Run(inputs.placed(given, settings.device, ready))
+    run = _Run(inputs.placed(given, settings.device, ready))
     mesh = ranks.mesh_of(run.state, where="fit")
     with ExitStack() as stack:
         stack.enter_context(ranks.quiet(mesh))
@@ -144,198 +147,449 @@ def fit(
             inputs.callables("callbacks", callbacks), inputs.ready_sinks(sinks, store, settings, mesh)
         )
         signals = stack.enter_context(Signals())
-        return _train(run, Opened(settings, ready, feeds, store, listeners, signals, mesh))
+        run.restore(settings, ready, feeds, store, listeners, signals, mesh)
+        return run.train()
 
 
-class Opened(NamedTuple):
-    """The inputs of the loop, checked and opened by `fit`."""
+class _Run:
+    """A run of `fit`: the state, the position, and the parts that own a resource or a queue.
 
-    config: FitConfig
-    program: Program
-    feeds: Feeds
-    snapshots: Snapshots | None
-    callbacks: Callbacks
-    signals: Signals
-    mesh: Mesh | None  # of several processes
+    `state` and `loop` are replaced together, each as a whole, so an error leaves them consistent. No other reference to
+    the state exists here, so the memory of a state that was moved is free after the first call.
+    """
 
+    def __init__(self, state: Tree) -> None:
+        self.state: Any = state
+        self.loop = LoopState()
+        self._has_saved = False  # a signal ends the run: the state is saved, and the error has the result
 
-# --- the loop ---------------------------------------------------------------------------------------------------------
+    # --- restore ------------------------------------------------------------------------------------------------------
 
+    def restore(
+        self,
+        config: FitConfig,
+        program: Program,
+        feeds: Feeds,
+        snapshots: Snapshots | None,
+        callbacks: Callbacks,
+        signals: Signals,
+        mesh: parallel.Mesh | None,
+    ) -> None:
+        """Take the state and the position of an interrupted run, if there is one, and open the other parts."""
+        if config.record and mesh is not None:
+            raise ConfigError("record keeps the batches of one process alone", where="fit", hint="record=0")
+        processes.check_alike(mesh, lambda: processes.facts_of(self.state, program, config, feeds))
+        self.config, self.feeds, self.callbacks = config, feeds, callbacks
+        self.view = inputs.view_to_evaluate(self.state, config)
+        self.monitor = policy.monitor(config, feeds.evaluation, feeds.train.count)
+        window = program.static.accumulate if program.static else 1
+        self.state, loop, self.is_resumed = resume.resumed(self.state, snapshots, config, feeds.train)
+        self.state = inputs.windowed(self.state, window, loop.window)
+        loop = self.monitor.resumed(loop)._replace(window=window, window_left=inputs.window_left(self.state, window))
+        self.loop = loop
+        self.eager = train_call.eager_program(program)
+        self.program = program = train_call.ready_program(program, self.state, config)
+        self.members = program.static.members if program.static is not None else 0
+        self.call = train_call.train_call(self.eager, program, self.state, config)
+        if snapshots is not None and self.monitor.metric is not None:
+            snapshots.track(self.monitor.metric, mode=self.monitor.mode)
+        processes.check_alike(mesh, lambda: processes.place_of(loop))
+        intervals = {name: 1.0 if config.fast_dev_run else config.interval(name) for name in feeds.evaluation}
+        self.schedule = EvalSchedule(intervals, feeds.train, window)
+        self.progress = progress.opened(config.log_every, self.state, loop)
+        is_saved = self.is_resumed or loop.calls > 0  # also by hand, without a position
+        self.checkpointer = Checkpointer(snapshots, feeds.train, saved=loop.calls if is_saved else None)
+        self.best_state = BestState(self.monitor.kept_by(snapshots), config.resume)
+        self.decisions = processes.opened(mesh, signals, self.checkpointer, self.progress, config, feeds.train)
+        self.recorder = BatchRecorder(config.record)
+        directory, rank = None if snapshots is None else snapshots.directory, 0 if mesh is None else mesh.rank
+        self.profiler = profiling.profiler(config, directory, updates=loop.updates, rank=rank)
+        self.histograms = histograms.recorder(config.histograms, self.eager, self.state)
+        if not self.is_resumed:
+            policy.warn_of_short_average(program, config, feeds.train)
 
-def _train(run: Run, opened: Opened) -> FitResult:
-    """Run the loop. Do not change the order of its steps: resumed runs, callbacks and snapshots depend on it."""
-    # Restore.
-    services = run.services = _restore(run, opened)
-    config, feeds, monitor, checkpointer = services.config, services.feeds, services.monitor, services.checkpointer
-    error: BaseException | None = None
-    try:
-        with closing(Epochs(run)) as epochs:
-            checkpointer.begin(run.loop)
-            run.loop = run.loop.stopped(policy.ended_before(monitor, run.loop))
-            dispatch(run, _fit_start(run))
-            while epochs.is_open or run.loop.stop is None:
-                # Batches, up to the next boundary.
-                # `due`: loaders to evaluate; None: no row here.
-                at_end, due, is_pause = True, None, False
-                for batch in epochs.batches():
-                    if batch is not UNSCORED:
-                        call_step(run, batch)
-                    due = due_inside(run, epochs)
-                    if due is None:
-                        between_calls(run, epochs)
-                        if not is_cut_off(run, epochs):
-                            continue
-                        settle(run, wait=True)
-                        due = list(feeds.evaluation) if run.loop.is_ahead else None
-                        # The time is up, or a callback stops the run: one that goes on from here has no row here, as if
-                        # it had never been stopped.
-                        is_pause = limit_reached(config, run.loop) is None
-                        if is_pause:
-                            save(run)
-                    at_end = False
-                    break
+    # --- the loop -----------------------------------------------------------------------------------------------------
 
-                # Flush: the epoch ends. A run that ends inside an epoch keeps its window open, to go on from.
-                if at_end:
-                    epochs.close()
-                    between_calls(run)  # a signal may have ended the wait for a batch
-                    call_flush(run)
-                    settle(run, wait=True)
-                    files.failpoint("loop.epoch")
-                    run.before = run.state, run.loop
-                    run.loop = run.loop.next_epoch(services.schedule.counted(run.loop))
-                    due = services.schedule.due_at_end(run.loop)
-
-                if due is not None:
-                    # Evaluate. An interrupted boundary is repeated by the resumed run, with its callbacks.
-                    before = run.loop
-                    run.before = run.before or (run.state, before)
-                    row: dict[str, Cell] = {"epoch": before.epoch + (before.batch > 0), "step": before.updates}
-                    row |= services.progress.row(dict(before.interval), before.last)
-                    for name in due:
-                        row = joined(row, evaluate_loader(run, name), loader=name)
-                        if services.processes.leaving:
-                            undo_boundary(run)
-                            between_calls(run)  # raises
-
-                    row = with_best(row, monitor, services.members)
-
-                    # History.
-                    loop = run.loop._replace(interval={}, history=with_row(before.history, row))
-
-                    # Best and early stop.
-                    monitor.check(loop, feeds.evaluation)
-                    run.loop = monitor.observed(loop, row)
-                    improved = monitor.improved(before, run.loop)
-                    if monitor.should_stop(run.loop):
-                        run.loop = run.loop.stopped("early_stopping")
-
-                    # Callbacks.
-                    shown = {name: cell(value) for name, value in row.items()}
-                    updates, reason = run.loop.updates, run.loop.stop or limit_reached(config, run.loop)
-                    speed = services.progress.row_speed()
-                    dispatch(run, events.EpochEnd(run.state, run.loop.epoch, updates, shown, improved, reason, speed))
-                    run.before = None
-
-                    # Snapshot.
-                    if not is_pause:
-                        checkpointer.add_row(run.loop, row)
-                    is_last = run.loop.stop or limit_reached(config, run.loop)
-                    if improved:
-                        services.best_state.keep(run.state, run.loop)
-                    if improved or is_last or services.processes.is_due(run.loop):
-                        save(run)
-
-                # Stop?
-                if at_end:
-                    between_calls(run)
-                    run.loop = run.loop.stopped(limit_reached(config, run.loop) or timed_out(run))
-                else:
-                    between_calls(run, epochs)
-                    if is_cut_off(run, epochs):
-                        save(run)
-                        between_calls(run)
-                        epochs.close()
-        save(run, wait=True)
-    except BaseException as caught:
-        error = caught
-        is_whole = not (services.call.broke_donation and lose_donated(run, caught))
-        if is_whole and run.loop.calls and not run.heeded:
-            save_on_error(caught, lambda: save_last(run), processes=services.processes.size)
-        raise
-    finally:
+    def train(self) -> FitResult:
+        """Run the loop. Do not change the order of its parts: resumed runs, callbacks and snapshots depend on it."""
+        error: BaseException | None = None
         try:
-            end_run(run, error)
+            self.checkpointer.begin(self.loop)
+            self.loop = self.loop.stopped(policy.ended_before(self.monitor, self.loop))
+            self._dispatch(self._fit_start())
+            self.loop = self.decisions.compare(self.loop, self.state)
+            while self.loop.stop is None:
+                with self._open_epoch() as batches:
+                    is_whole = self._train_epoch(batches)
+                if is_whole:
+                    self._end_epoch()
+            self._save(wait=True)
+        except BaseException as caught:
+            error = caught
+            if not (self.call.broke_donation and self._lose_donated(caught)):
+                self._save_on_error(caught)
+            raise
         finally:
-            error = None  # its traceback holds this frame, and would keep the state and the lock of the snapshots
-    return result_of(run)
+            try:
+                self._end(error)
+            finally:
+                error = None  # its traceback holds this frame, and would keep the state and the lock of the snapshots
+        return self._result()
 
+    @contextmanager
+    def _open_epoch(self) -> Generator[data.Prefetched]:
+        """Open the batches of the epoch of `LoopState` that are left."""
+        self.schedule.begin(self.loop)
+        loaded = self.feeds.train.epoch(self.loop.epoch, self.loop.batch)
+        watched = self.decisions.watch(self.progress.timed(loaded))
+        # Both stay open as long as there may be a snapshot: a feed may have to ask its loader for more.
+        with (
+            closing(loaded),
+            closing(data.prefetch(watched, data.device_of(self.state), name="train")) as batches,
+        ):
+            yield batches
 
-def _restore(run: Run, opened: Opened) -> Services:
-    """Set the values of a run to those of an interrupted one, if there is one; return the services."""
-    config, program, feeds, snapshots, callbacks, signals, mesh = opened
-    if config.record and mesh is not None:
-        raise ConfigError("record keeps the batches of one process alone", where="fit", hint="record=0")
-    processes.check_alike(mesh, lambda: processes.facts_of(run.state, program, config, feeds))
-    view = inputs.view_to_evaluate(run.state, config)
-    monitor = policy.monitor(config, feeds.evaluation, feeds.train.count)
-    window = program.static.accumulate if program.static else 1
-    state, loop, resumed = resume.resumed(run.state, snapshots, config, feeds.train)
-    run.state = inputs.windowed(state, window, loop.window)
-    del state
-    run.loop = monitor.resumed(loop)._replace(window=window, left=inputs.window_left(run.state, window))
-    eager = train_call.eager_program(program)
-    program = train_call.ready_program(program, run.state, config)
-    intervals = {name: 1.0 if config.fast_dev_run else config.interval(name) for name in feeds.evaluation}
-    if snapshots is not None and monitor.metric is not None:
-        snapshots.track(monitor.metric, mode=monitor.mode)
-    processes.check_alike(mesh, lambda: processes.place_of(run.loop))
-    is_saved = resumed or run.loop.calls > 0  # also by hand, without a loop state
-    progress = progress_.opened(config.log_every, run.state, run.loop)
-    checkpointer = Checkpointer(snapshots, feeds.train, saved=run.loop.calls if is_saved else None)
-    services = Services(
-        config=config,
-        program=program,
-        eager=eager,
-        feeds=feeds,
-        call=train_call.train_call(eager, program, run.state, config),
-        schedule=EvalSchedule(intervals, feeds.train, window),
-        progress=progress,
-        monitor=monitor,
-        view=view,
-        best_state=BestState(monitor.kept_by(snapshots)),
-        checkpointer=checkpointer,
-        recorder=BatchRecorder(config.record),
-        callbacks=callbacks,
-        processes=processes.opened(mesh, signals, checkpointer, progress, config, feeds.train),
-        profiler=profiling.profiler(
-            config,
+    def _train_epoch(self, batches: data.Prefetched) -> bool:
+        """Train on the batches that are left; False if the run ends before the last one."""
+        is_due = self.loop.batch > 0 and self.loop.lacks_row  # a restored run first does what is due at its position
+        while True:
+            if is_due and self._ends_here(batches):
+                return False
+            batch = next(batches, _END)
+            if batch is _END:
+                return True
+            self._call_step(batch)
+            is_due = True
+
+    def _ends_here(self, batches: data.Prefetched) -> bool:
+        """Do what is due at this position inside an epoch; True if the run ends here."""
+        due = self._due_inside(batches)
+        if due:
+            self._boundary(self.loop, due)
+        self._decide(batches)
+        if not self._is_cut_off(batches):
+            return False
+        self._settle(wait=True)
+        # The window stays open, to go on from. If the time is up or a callback stops the run, a run that goes on from
+        # here has no row here, as if it had never been stopped.
+        if not due and self.loop.lacks_row:
+            is_pause = limit_reached(self.config, self.loop) is None
+            if is_pause:
+                self._save()
+            self._boundary(self.loop, list(self.feeds.evaluation), is_pause=is_pause)
+        self._decide(batches)
+        self._save()
+        self._decide()
+        return True
+
+    def _end_epoch(self) -> None:
+        """Flush, and do what is due at the end of an epoch."""
+        self._decide()  # a signal may have ended the wait for a batch
+        self._flush()
+        self._settle(wait=True)
+        files.failpoint("loop.epoch")
+        self.schedule.end(self.loop)
+        loop = self.loop.next_epoch()
+        self._boundary(loop, self.schedule.due_at_end(loop))
+        self._decide()
+        self.loop = self.loop.stopped(limit_reached(self.config, self.loop) or self._timed_out())
+
+    def _boundary(self, loop: LoopState, due: list[str], *, is_pause: bool = False) -> None:
+        """Evaluate, write a row of the history, judge it, ask the callbacks, save.
+
+        `state` and `loop` of the run stay those before the boundary until the callbacks have answered. So a boundary
+        that a signal or an error interrupts is repeated by the resumed run, with its callbacks.
+
+        Args:
+            loop: at the boundary.
+            due: loaders to evaluate.
+            is_pause: the row is no part of a run that goes on.
+        """
+        # Evaluate.
+        state = self.state
+        row: dict[str, Cell] = {"epoch": loop.epoch + (loop.batch > 0), "step": loop.updates}
+        row |= self.progress.row(dict(loop.interval), loop.last)
+        history = loop.history
+        for name in due:
+            values = self._evaluate(state, loop, name)
+            if self.decisions.leaving:
+                self._decide()  # raises
+            row = joined(row, values, loader=name)
+            state, loop = self._answered(state, loop, events.EvalEnd(name, loop.epoch, loop.updates, values))
+
+        # History.
+        row = with_best(row, self.monitor, self.members)
+        loop = loop._replace(interval={}, history=with_row(history, row))
+
+        # Best and early stop.
+        self.monitor.check(loop, self.feeds.evaluation)
+        before, loop = loop, self.monitor.observed(loop, row)
+        improved = self.monitor.improved(before, loop)
+        if self.monitor.should_stop(loop):
+            loop = loop.stopped("early_stopping")
+
+        # Callbacks.
+        shown = {name: cell(value) for name, value in row.items()}
+        reason, speed = loop.stop or limit_reached(self.config, loop), self.progress.row_speed()
+        event = events.EpochEnd(state, loop.epoch, loop.updates, shown, improved, reason, speed)
+        state, loop = self._answered(state, loop, event)
+        loop = self.decisions.compare(loop, state)
+        self.state, self.loop = state, loop
+
+        # Snapshot.
+        if not is_pause:
+            self.checkpointer.add_row(loop, row)
+        if improved:
+            self.best_state.keep(state, loop)
+        if improved or loop.stop or limit_reached(self.config, loop) or self.decisions.is_due(loop):
+            self._save()
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    def _call_step(self, batch: Any) -> None:
+        """Call train_step. Nothing is read from the device."""
+        loop = self.loop
+        self.recorder.add(self.state, batch, loop.calls + 1)
+        if self.profiler is not None:
+            self.profiler.before_call()
+        if self.histograms is not None:
+            updates = loop.updates + self.progress.pending
+            self.histograms.before_call(self.state, batch, updates=updates, closes=loop.window_left == 1)
+        self.state, metrics = self.call(self.state, batch, loop)
+        self.recorder.returned(self.state)
+        self.loop = loop.stepped()
+        self._count(
+            Call(loop.calls + 1, loop.epoch, loop.batch, loop.window_left == 1, purity.versions(batch)), metrics, batch
+        )
+
+    def _flush(self) -> None:
+        """Close an open window as the program's tail says. The flush of a user's own program decides itself."""
+        static = self.program.static
+        if static is not None and (static.tail == "carry" or not self.loop.is_window_open):
+            return
+        state, metrics = self.call.flush(self.program.flush, self.state)
+        if static is None and state is self.state:
+            return  # no window was open
+        self.state, self.loop = state, self.loop.flushed()
+        closes = static is None or static.tail == "step"
+        self._count(Call(self.loop.calls, self.loop.epoch, -1, closes), metrics, None)
+
+    def _count(self, call: Call, metrics: Metrics | MetricVector, batch: Any) -> None:
+        """Hand the metrics of a call to the progress and the callbacks, and take in what is due of earlier ones."""
+        if self.profiler is not None and call.closing:
+            self.profiler.after_update()
+        self.progress.add(call, metrics, self.loop, batch)
+        if call.closing and self.callbacks.has_callbacks:
+            updates = self.loop.updates + self.progress.pending
+            event = events.StepEnd(self.state, as_dict(metrics), batch, call.epoch, call.batch, updates)
+            self.state, self.loop = self._with_answers(self.state, self.loop, self.callbacks.ask(event))
+        if call.closing and self.histograms is not None:
+            found = self.histograms.after_update(self.state, updates=self.loop.updates + self.progress.pending)
+            if found is not None:
+                self._dispatch(found)
+        self._settle(wait=False)
+
+    def _settle(self, *, wait: bool) -> None:
+        """Take in the metrics that are due; with ``wait``, all."""
+        try:
+            self.loop, lines = self.progress.settle(self.loop, self.state, wait=wait)
+        except NonFiniteError as error:
+            raise self._explained(error) from error
+        for line in lines:
+            self._dispatch(line)
+
+    def _explained(self, error: NonFiniteError) -> NonFiniteError:
+        """Return the error of a halted state with an explanation."""
+        self.state = nonfinite_steps.halt_spoilt(self.state)
+        error, window = nonfinite_steps.without_written(error, self.progress.window(error.step or 0))
+        frozen = nonfinite_steps.before_halt(self.state)
+        return self.decisions.explained(error, frozen, window, self.eager, self.feeds.train)
+
+    def _evaluate(self, state: Tree, loop: LoopState, name: str) -> dict[str, float]:
+        """Evaluate a loader; return its means with its name before theirs."""
+        step = self.program.eval_step
+        assert step is not None
+        files.failpoint("loop.evaluate")
+        state = ema.to_evaluate(state, self.view)
+        watch = self.callbacks.watch(state, name, loop.epoch)
+        loaded = self.decisions.watch_evaluation(self.feeds.evaluation[name].epoch(0))
+        batches = data.prefetch(loaded, data.device_of(state), name=name)
+        with self.progress.paused():
+            means = eval_means(state, batches, step, name=name, watch=watch)
+        return {f"{name}_{key}": value for key, value in means.items()}
+
+    # --- what is due --------------------------------------------------------------------------------------------------
+
+    def _due_inside(self, batches: data.Prefetched) -> list[str]:
+        """Return the loaders to evaluate at this position: none in an open window, or at the end of the epoch."""
+        if not self.schedule.has_inside or self.loop.is_window_open:
+            return []
+        if self.schedule.may_be_due(self.loop, self.progress.pending):  # otherwise it does not matter how many applied
+            self._settle(wait=True)
+        due = self.schedule.due_inside(self.loop)
+        if not due or not batches.more():  # at the end, the epoch's own boundary evaluates
+            return []
+        self._settle(wait=True)
+        return due
+
+    def _is_cut_off(self, batches: data.Prefetched) -> bool:
+        """True if the run ends inside this epoch. With no batch left, the epoch's own boundary decides."""
+        steps, reason = self.config.steps, None
+        if steps not in (None, -1) and self.loop.updates + self.progress.pending >= steps:
+            self._settle(wait=True)
+            reason = limit_reached(self.config, self.loop)
+        reason = self.loop.stop or reason or self._timed_out()
+        if reason is None or not batches.more():
+            return False
+        self.loop = self.loop.stopped(reason)
+        return True
+
+    def _timed_out(self) -> str | None:
+        """Return "max_time" if that has passed and the run may stop."""
+        return "max_time" if self.decisions.is_over() and not self._is_below_minimum(self.loop) else None
+
+    def _is_below_minimum(self, loop: LoopState) -> bool:
+        return policy.below_minimum(self.config, loop, ahead=self.progress.pending)
+
+    def _decide(self, batches: data.Prefetched | None = None) -> None:
+        """Take the decisions of this place: raise the writer's error, save a snapshot that is due inside an epoch (at
+        its end the boundary saves it), act on a signal."""
+        self.loop = self.decisions.take(self.loop)
+        if batches is not None and self.decisions.is_due(self.loop) and batches.more():
+            self._settle(wait=True)
+            self._save()
+        signal = self.decisions.signal
+        if signal is None:
+            return
+        self._settle(wait=True)
+        self._save(wait=signal != "snapshot")
+        self.decisions.saved()
+        if signal != "snapshot":
+            self.loop, self._has_saved = self.loop._replace(stop="interrupted"), True
+            raise Preempted(self._result()) if signal == "terminate" else interrupted(self._result())
+
+    # --- callbacks ----------------------------------------------------------------------------------------------------
+
+    def _dispatch(self, event: events.Event) -> None:
+        """Dispatch an event to sinks and callbacks, and take over the answers."""
+        self.state, self.loop = self._answered(self.state, self.loop, event)
+
+    def _answered(self, state: Tree, loop: LoopState, event: events.Event) -> tuple[Tree, LoopState]:
+        return self._with_answers(state, loop, self.callbacks.dispatch(event))
+
+    def _with_answers(self, state: Tree, loop: LoopState, answers: Iterable[Any]) -> tuple[Tree, LoopState]:
+        """Return state and position after the answers of callbacks: a state, or an end."""
+        for answer in answers:
+            if not isinstance(answer, events.Stop):
+                state = inputs.checked_answer(state, answer, copied=self.config.donate == "init")
+                loop = loop._replace(window_left=inputs.window_left(state, loop.window))
+                self.decisions.count_answer()
+            elif not self._is_below_minimum(loop):
+                loop = self.decisions.stop(loop, answer.reason)
+        return state, loop
+
+    def _fit_start(self) -> events.FitStart:
+        loop, snapshots = self.loop, self.checkpointer.snapshots
+        epochs, steps = (None if limit == -1 else limit for limit in (self.config.epochs, self.config.steps))
+        return events.FitStart(
+            self.state,
+            loop.epoch,
+            loop.updates,
+            epochs,
+            steps,
+            self.feeds.train.length,
             None if snapshots is None else snapshots.directory,
-            updates=run.loop.updates,
-            rank=0 if mesh is None else mesh.rank,
-        ),
-        histograms=histograms.recorder(config.histograms, eager, run.state),
-        resumed=resumed,
-    )
-    if not resumed:
-        policy.warn_of_short_average(program, config, feeds.train)
-    return services
+            self.is_resumed,
+            dict(loop.history),
+            lambda: self.callbacks.position(self.loop, ahead=self.progress.pending),
+            self.view if self.feeds.evaluation else None,
+        )
 
+    # --- snapshots and the end ----------------------------------------------------------------------------------------
 
-def _fit_start(run: Run) -> events.FitStart:
-    services, loop = run.services, run.loop
-    snapshots, config = services.checkpointer.snapshots, services.config
-    epochs, steps = (None if limit == -1 else limit for limit in (config.epochs, config.steps))
-    return events.FitStart(
-        run.state,
-        loop.epoch,
-        loop.updates,
-        epochs,
-        steps,
-        services.feeds.train.length,
-        None if snapshots is None else snapshots.directory,
-        services.resumed,
-        dict(loop.history),
-        lambda: services.callbacks.position(run.loop, ahead=services.progress.pending),
-        services.view if services.feeds.evaluation else None,
-    )
+    def _save(self, *, wait: bool = False) -> None:
+        """Save a snapshot, unless this call of the step has one; with ``wait``, wait until all are committed."""
+        saved = self.checkpointer.save(self.state, self.loop, ahead=self.progress.pending)
+        if saved is not None:
+            self._dispatch(saved)
+        if wait:
+            self.checkpointer.wait()
+
+    def _save_on_error(self, error: BaseException) -> None:
+        """Save the last whole state, unless the error says that it cannot be trusted, or a second signal ends the run.
+
+        Of several processes one alone may have failed, or be gone: nothing is saved, since that takes all of them. An
+        error while saving becomes a note on ``error``, which it must not hide.
+        """
+        if not self.loop.calls or self._has_saved or is_at_once(error) or isinstance(error, _UNTRUSTED):
+            return
+        if self.decisions.size > 1:
+            error.add_note("one process alone cannot save the state of several: the run goes on from the last snapshot")
+            return
+        try:
+            self.loop, lines = self.progress.settle(self.loop, self.state, wait=True)
+            self._save(wait=True)
+            for line in lines:
+                self._dispatch(line)
+        except Exception as second:
+            error.add_note(f"the last state is not saved: {type(second).__name__}: {second}")
+            _log.warning("the last state is not saved: %s: %s", type(second).__name__, second)
+
+    def _lose_donated(self, error: BaseException) -> bool:
+        """Drop a donated state that a failed step has overwritten, and name the snapshot to go on from; False if the
+        state is whole: the step has copied it."""
+        parts = [part for part in states(self.state) if isinstance(part, LiveState) and part.live_store is not None]
+        for part in parts:
+            store = part.live_store
+            if store is not None and store.generation == part.live_generation:
+                store.begin()  # whoever holds this state gets an error from here on, instead of numbers
+        if not parts and self.config.donate != "init":
+            return False
+        self.state, place = None, "no snapshot has an earlier one"
+        snapshots = self.checkpointer.snapshots if self.decisions.rank == 0 else None
+        if snapshots is not None:
+            try:
+                snapshots.wait()
+            except PurestepError as failed:
+                _log.warning("the last snapshot is not saved: %s", failed)
+            if (found := snapshots.latest()) is not None:
+                path = snapshots.directory / str(found)
+                place = f"the snapshot {path} has the last one, from which the same call of fit goes on"
+        call = self.loop.calls + 1
+        note = f"the state was donated at step {call}, which failed and may have written half of it: {place}"
+        error.add_note(note)
+        _log.warning("%s", note)
+        vars(error)["result"] = self._result()
+        return True
+
+    def _result(self) -> FitResult:
+        """Return the result so far."""
+        loop, view = self.loop, self.view or "params"
+        best, stop = self.monitor.best(loop), loop.stop or "error"
+        recording = self.recorder.parts()
+        return FitResult(
+            released(self.state), dict(loop.history), best, loop.epoch, stop, view, self.best_state, recording
+        )
+
+    def _end(self, error: BaseException | None) -> None:
+        """Dispatch FitEnd, whatever ended the run."""
+        if self.profiler is not None:
+            self.profiler.close()
+        self.best_state.end(self.state, self.loop)
+        if error is None and self.config.restore_best:
+            best = self.best_state()
+            if best is None:
+                _log.warning("restore_best: there is no best state, so the result has the last one")
+            else:
+                self.state = best
+        if isinstance(error, NonFiniteError | StepContractError):
+            self.state = nonfinite_steps.before_halt(self.state)
+            vars(error)["result"] = self._result()
+            if self.decisions.size == 1:
+                nonfinite_steps.write_replay_file(error, self.checkpointer.snapshots)
+        if isinstance(error, KeyboardInterrupt | SystemExit) and not self._has_saved and not is_at_once(error):
+            vars(error)["result"] = self._result()  # it may have that of a run inside a callback
+        if error is not None:
+            self.recorder.write(error, self.checkpointer.snapshots)
+        result = self._result()
+        self.callbacks.end(events.FitEnd(result.state, result.stop_reason, result.history, result.best, error))

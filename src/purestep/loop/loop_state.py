@@ -22,7 +22,7 @@ class LoopState(NamedTuple):
     epoch: int = 0  # completed epochs
     batch: int = 0  # batches consumed in the running epoch, without prefetched ones
     calls: int = 0  # of train_step and flush
-    left: int = 1  # micro-batches until the accumulation window closes; not stored, the train state has it
+    window_left: int = 1  # micro-batches until the accumulation window closes; not stored, the train state has it
     stop: str | None = None  # why the run ends; not stored
     updates: int = 0  # optimizer updates applied, as far as the host has read the metrics
     interval: Mapping[str, tuple[float, float]] = MappingProxyType({})  # sums since the last row of the history
@@ -34,12 +34,10 @@ class LoopState(NamedTuple):
     history: Mapping[str, list[Cell]] = MappingProxyType({})  # columns of one length
     judged: str = ""  # the monitored metric and its mode, to which `best` belongs
     window: int = 0  # micro-batches per update; 0 if unknown
-    counted: int = 0  # batches of the last epoch, if the loader's length was wrong and fractions depend on it
     injected: Mapping[str, float] = MappingProxyType({})  # hyperparameters that were passed to `optim.inject`
-    origin: str = ""  # the directory that the run was resumed from, if it is not the run's own
 
     @property
-    def is_ahead(self) -> bool:
+    def lacks_row(self) -> bool:
         """True if something happened since the last row of the history. A step may return no metrics."""
         return bool(self.interval) or self.updates > self.updates_at_row
 
@@ -51,7 +49,7 @@ class LoopState(NamedTuple):
     @property
     def is_window_open(self) -> bool:
         """True between two micro-batches of an accumulation window."""
-        return self.left != self.window
+        return self.window_left != self.window
 
     def stepped(self) -> LoopState:
         """After one more batch. `_replace` would take four times as long, in every step."""
@@ -60,11 +58,11 @@ class LoopState(NamedTuple):
 
     def flushed(self) -> LoopState:
         """After a flush, which is a call and closes the window."""
-        return self._replace(calls=self.calls + 1, left=self.window)
+        return self._replace(calls=self.calls + 1, window_left=self.window)
 
-    def next_epoch(self, counted: int) -> LoopState:
+    def next_epoch(self) -> LoopState:
         """After the last batch of an epoch."""
-        return self._replace(epoch=self.epoch + 1, batch=0, counted=counted)
+        return self._replace(epoch=self.epoch + 1, batch=0)
 
     def stopped(self, reason: str | None) -> LoopState:
         """With a reason to end, unless there is one already."""
@@ -151,7 +149,7 @@ def to_json(loop: LoopState) -> dict[str, Any]:
 
 def to_store(loop: LoopState) -> dict[str, Any]:
     """Return the state as JSON, without its history, which a snapshot stores as an array."""
-    stored = {name: value for name, value in loop._asdict().items() if name not in ("left", "stop", "history")}
+    stored = {name: value for name, value in loop._asdict().items() if name not in ("window_left", "stop", "history")}
     return stored | {
         "best": stopping.to_json(loop.best),
         "interval": _sums_to_json(loop.interval),

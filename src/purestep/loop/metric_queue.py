@@ -1,7 +1,9 @@
 """A queue that reads metrics back late: steps put tensors in, the host takes numbers out once they have arrived.
 
-Nothing here waits for the device unless a caller passes ``wait=True``. The metrics of many calls are packed into one
-tensor, copied without blocking, and become rows when the copy is complete.
+The metrics of many calls are packed into one tensor, copied without blocking, and read a fixed number of calls later:
+which call reads them depends on no clock and no device, so a run is repeated exactly, on several processes too. By then
+the copy has arrived, unless the host is `LAG` calls ahead of the device, where it waits. A copy from the CPU's memory
+is read at once.
 """
 
 from __future__ import annotations
@@ -21,6 +23,9 @@ from .. import metrics as metrics_
 from ..compile import MetricVector, as_dict
 from ..errors import StepContractError
 from ..types import Mean, Metrics
+
+LAG = 8
+"""Calls between the start of a copy from a device and its read."""
 
 Totals = dict[str, tuple[float, float]]
 """name -> (total, weight); entries of a vector-valued mean are called ``name[0]``, ``name[1]``, ..."""
@@ -76,6 +81,7 @@ class _Copy(NamedTuple):
     columns: list[Columns]  # one per call
     numbers: Tensor  # shape=(n,), one call after the other
     event: Any  # torch.cuda.Event, or None if the copy is complete
+    due: int  # the call at which it is read
 
 
 class MetricQueue:
@@ -87,9 +93,7 @@ class MetricQueue:
 
     def __init__(self, depth: int = 64) -> None:
         self.depth = depth
-        self.allowed: int | None = None
-        """Copies, from the first one on, that `rows` takes without waiting; None: all that are complete."""
-        self._taken = 0
+        self._calls = 0
         self.kinds: Kinds = {}
         self._waiting: list[Metrics | MetricVector] = []
         self._tags: list[Any] = []
@@ -100,6 +104,7 @@ class MetricQueue:
         waiting = self._waiting
         waiting.append(metrics)
         self._tags.append(tag)
+        self._calls += 1
         if len(waiting) >= self.depth:
             self.start_copy()
 
@@ -113,7 +118,8 @@ class MetricQueue:
             packed, columns = torch.cat([metrics.numbers for metrics in stacked]), [m.columns for m in stacked]
         else:
             packed, columns = self._packed([as_dict(metrics) for metrics in waiting])
-        self._copies.append(_Copy(tags, columns, *_to_host(packed)))
+        numbers, event = _to_host(packed)
+        self._copies.append(_Copy(tags, columns, numbers, event, self._calls + (0 if event is None else LAG)))
 
     def _packed(self, waiting: list[Metrics]) -> tuple[Tensor, list[Columns]]:
         check_devices(waiting, where="metrics")  # those of a compiled step are not checked before
@@ -132,37 +138,20 @@ class MetricQueue:
         columns = {size: _columns(size) for size in set(sizes)}
         return packed, [columns[size] for size in sizes]
 
-    def _may_take(self, copy: _Copy) -> bool:
-        return _is_complete(copy) if self.allowed is None else self._taken < self.allowed
-
-    def arrived(self) -> int:
-        """The number of copies, from the first one on, that are complete."""
-        complete = 0
-        for copy in self._copies:
-            if not _is_complete(copy):
-                break
-            complete += 1
-        return self._taken + complete
-
     def rows(self, *, wait: bool) -> list[Rows]:
-        """Take out what has arrived, oldest first; with ``wait``, wait for everything.
+        """Take out the copies that are due, oldest first; with ``wait``, all.
 
         Consecutive calls with the same names are in one `Rows`.
         """
         if wait:
             self.start_copy()
         arrived: list[Rows] = []
-        while self._copies and (wait or self._may_take(self._copies[0])):
+        while self._copies and (wait or self._copies[0].due <= self._calls):
             copy = self._copies.popleft()
-            self._taken += 1
             if copy.event is not None:
                 copy.event.synchronize()
             arrived += _rows(copy)
         return arrived
-
-
-def _is_complete(copy: _Copy) -> bool:
-    return copy.event is None or copy.event.query()
 
 
 def check_devices(calls: Sequence[Metrics], *, where: str) -> None:

@@ -203,7 +203,7 @@ def below_minimum(config: FitConfig, loop: LoopState, *, ahead: int = 0) -> bool
 def ended_before(monitor: Monitor, loop: LoopState) -> str | None:
     """Return why a resumed run has ended already, with a warning: otherwise it would look trained."""
     reason = "early_stopping" if monitor.should_stop(loop) else limit_reached(monitor.config, loop)
-    if reason == "steps" and loop.batch and loop.is_ahead:
+    if reason == "steps" and loop.batch and loop.lacks_row:
         return None  # its last row is missing
     if reason is not None:
         text = "nothing is trained: the run had ended already, by %s, after %d epochs and %d updates"
@@ -278,24 +278,22 @@ class EvalSchedule:
 
     def begin(self, loop: LoopState) -> None:
         """Begin an epoch, or go on inside one."""
-        held = self._window - loop.left
-        if not held and loop.is_ahead:
+        held = self._window - loop.window_left
+        if not held and loop.lacks_row:
             held = self._window  # there is no row here yet: an evaluation may have been interrupted
         self._checked = max(0, loop.batch - held)
         if self._fraction is not None:
-            # If the length is wrong, the number of batches of the last epoch is better.
-            self._length = self._feed.count(loop.epoch) or loop.counted or self._feed.length or 1
+            self._length = self._feed.count(loop.epoch) or self._feed.length or 1
 
-    def counted(self, loop: LoopState) -> int:
-        """Return the batches of the epoch that ends here, if later fractions depend on it: see `LoopState`."""
+    def end(self, loop: LoopState) -> None:
+        """End an epoch: warn if fractions of it were those of a wrong length."""
         if self._fraction is None or loop.batch == self._length or self._feed.count(loop.epoch) is not None:
-            return loop.counted
+            return
         _log.warning(
             "evaluate_every=%g of epoch %d assumed %d batches, but there were %d: len(loader) is wrong (cure: a number "
             "of updates)",
             *(self._fraction, loop.epoch + 1, self._length, loop.batch),
         )
-        return loop.batch
 
     def may_be_due(self, loop: LoopState, ahead: int) -> bool:
         """True if an interval of updates has passed, provided that all ``ahead`` updates since `loop` are applied."""

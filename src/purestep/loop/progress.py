@@ -69,18 +69,6 @@ class Progress:
         self._held: deque[tuple[Call, Any]] = deque()
         self._timer = _Timer()
 
-    def wait_for_all(self) -> None:
-        """From now on, take in without waiting what has arrived in all processes: see `arrived` and `allow`."""
-        self._queue.allowed = 0
-
-    def arrived(self) -> int:
-        """The number of copies of metrics that have arrived in this process."""
-        return self._queue.arrived()
-
-    def allow(self, copies: int) -> None:
-        """Set how many copies have arrived in all processes."""
-        self._queue.allowed = copies
-
     def fix_depth(self, size: int) -> None:
         """Copy metrics as often as batches of this size allow, in bytes, whatever the size of later ones."""
         self._is_fixed = True

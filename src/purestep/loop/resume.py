@@ -1,16 +1,19 @@
-"""Snapshots of a run: open the directory, find the state to go on from, save."""
+"""Snapshots of a run: open the directory, find the state to go on from, save, and read the best state."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import data, events, files
-from ..compile import states
-from ..errors import ConfigError, Corrupt, Mismatch, NotFound
+import torch
+from torch import Tensor
+
+from .. import data, events, files, tree
+from ..compile import LiveState, is_alive, plain, states
+from ..errors import ConfigError, Mismatch, NotFound
 from ..optim import hyperparameters
 from ..snapshot import Snapshot, Snapshots
 from ..types import Tree
@@ -61,12 +64,11 @@ def resumed(
     given = _injected(state)
     if snapshot is None:
         return state, LoopState(injected=given), False
-    origin = _origin(snapshot) if config.resume in (None, "auto") else _absolute(config.resume)
     if not isinstance(snapshot.loop, Mapping) or "record" not in snapshot.loop:
         # Saved by hand, without a loop's position. Later snapshots get later names.
-        return snapshot.state, LoopState(calls=snapshot.step, origin=origin, injected=given), False
+        return snapshot.state, LoopState(calls=snapshot.step, injected=given), False
     feed.restore(snapshot.loop["feed"])
-    loop = from_json(snapshot.loop["record"], snapshot.history)._replace(origin=origin)
+    loop = from_json(snapshot.loop["record"], snapshot.history)
     log.info("resumed from step %d: epoch %d, batch %d", snapshot.step, loop.epoch + 1, loop.batch)
     _warn_of_another_seed(state, snapshot.state, source=config.resume)
     _warn_of_other_hyperparams(loop.injected, given, _injected(snapshot.state))
@@ -76,8 +78,8 @@ def resumed(
 def restored(state: Tree, snapshots: Snapshots | None, config: FitConfig) -> Snapshot | None:
     """Return the snapshot to go on from, if there is one.
 
-    A job that is started again with the same command and a path for ``resume`` goes on from its own directory: its
-    snapshots have the directory that the run began from.
+    The run's own directory comes first: a job that is started again with the same command and a path for ``resume``
+    goes on where it was.
 
     Raises:
         NotFound: ``resume`` names a path without snapshots.
@@ -88,58 +90,32 @@ def restored(state: Tree, snapshots: Snapshots | None, config: FitConfig) -> Sna
     if config.resume is None or config.fast_dev_run:
         _start_over(snapshots)
         return None
-    source = snapshots
     if config.resume != "auto":
-        source = Snapshots(_absolute(config.resume), writer=False)
-        if snapshots is not None and source.directory == snapshots.directory:
-            source = snapshots
-        if snapshots is not None and source is not snapshots:
-            snapshot = _own_newest(state, snapshots, source.directory)
-            if snapshot is not None:
-                return snapshot
-    if source is None:
-        return None
-    try:
+        source = Snapshots(Path(config.resume).absolute(), writer=False)
+        if snapshots is not None and (own := _restored(state, snapshots)) is not None:
+            if source.directory != snapshots.directory:
+                text = "the run goes on from %s, which has snapshots: resume=%r begins a run in a directory without any"
+                log.warning(text, snapshots.directory, config.resume)
+            return own
         snapshot = source.restore(state)
+        _start_over(snapshots)
+        return snapshot
+    return None if snapshots is None else _restored(state, snapshots)
+
+
+def _restored(state: Tree, snapshots: Snapshots) -> Snapshot | None:
+    """Return the newest snapshot of the run's own directory, if it has one."""
+    try:
+        return snapshots.restore(state)
     except Mismatch as error:
-        if source is snapshots and config.resume == "auto":
-            error.add_note(
-                f"fit goes on from the newest snapshot of its directory, and {source.directory} is another run's "
-                "(cure: snapshots=<another directory>, or resume=None, which sets that run aside)"
-            )
+        error.add_note(
+            f"fit goes on from the newest snapshot of its directory, and {snapshots.directory} is another run's "
+            "(cure: snapshots=<another directory>, or resume=None, which sets that run aside)"
+        )
         raise
     except NotFound:
-        if config.resume != "auto":
-            raise
-        log.info("fresh start: no snapshot in %s", source.directory)
+        log.info("fresh start: no snapshot in %s", snapshots.directory)
         return None
-    if source is not snapshots:
-        _start_over(snapshots)
-    return snapshot
-
-
-def _absolute(resume: str) -> str:
-    return str(Path(resume).absolute())
-
-
-def _origin(snapshot: Snapshot) -> str:
-    """Return the directory that the snapshot's run began from; "" for a fresh start."""
-    stored = snapshot.loop.get("record") if isinstance(snapshot.loop, Mapping) else None
-    return stored.get("origin", "") if isinstance(stored, Mapping) else ""
-
-
-def _own_newest(state: Tree, snapshots: Snapshots, origin: Path) -> Snapshot | None:
-    """Return the newest snapshot of the run's own directory, if that run began from ``origin``."""
-    try:
-        snapshot = snapshots.restore(state)
-    except (Mismatch, NotFound):
-        return None
-    except Corrupt as error:
-        if snapshots.strict:
-            raise
-        log.warning("the run begins again from %s: %s", origin, error)
-        return None
-    return snapshot if _origin(snapshot) == str(origin) else None
 
 
 def _start_over(snapshots: Snapshots | None) -> None:
@@ -180,17 +156,9 @@ def _warn_of_other_hyperparams(
             log.warning(
                 "optim.inject is called with %s=%g, and the run that goes on has %s=%g, which it keeps: it is part of "
                 "the state (cure: a callback that at events.FitStart returns event.state._replace(opt_state="
-                "optim.set_hyperparams(event.state.opt_state, %s)))",
-                *(name, value, name, used[key], _argument(key, given)),
+                "optim.set_hyperparams(event.state.opt_state, name=value)))",
+                *(name, value, name, used[key]),
             )
-
-
-def _argument(key: str, given: Mapping[str, float]) -> str:
-    """The argument of `set_hyperparams` for a key of `_injected`; for a member of an ensemble, that of all members."""
-    leaf, _, entry = key.partition("[")
-    numbers = ", ".join(f"{value:g}" for name, value in given.items() if name.partition("[")[0] == leaf)
-    value, name = f"torch.tensor([{numbers}])" if entry else numbers, leaf.partition("/")[2]
-    return f"{name}={value}" if name.isidentifier() else f'**{{"{name}": {value}}}'
 
 
 # --- save -------------------------------------------------------------------------------------------------------------
@@ -209,7 +177,6 @@ class Checkpointer:
         self.snapshots = snapshots
         self._feed = feed
         self._saved = saved
-        self.on_save: Callable[[], None] | None = None
         self._rows: dict[int, dict[str, float]] = {}  # call -> its row of the history; the last one, until it is saved
 
     def begin(self, loop: LoopState) -> None:
@@ -247,11 +214,83 @@ class Checkpointer:
         stored = {"record": to_store(loop), "feed": self._feed.position(loop.epoch, loop.batch)}
         self._saved = loop.calls
         self.snapshots.save(loop.calls, state, loop=stored, metrics=metrics, history=loop.history, overwrite=again)
-        if self.on_save is not None:
-            self.on_save()
         return events.Saved(loop.calls, self.snapshots.directory / str(loop.calls))
 
     def wait(self) -> None:
         """Wait until every snapshot is committed."""
         if self.snapshots is not None:
             self.snapshots.wait()
+
+
+# --- the best state ---------------------------------------------------------------------------------------------------
+
+
+class BestState:
+    """The state of the best row so far, for `FitResult.best_state`.
+
+    A run with snapshots reads it from the snapshot that it saved there. A run without them keeps it in memory: a state
+    of an eager step on the CPU itself, which nobody overwrites, and a copy on the host of any other one.
+
+    Args:
+        snapshots: None if the run saves none, or deletes the best one.
+        resume: the setting; a path may name the directory of the best snapshot.
+    """
+
+    def __init__(self, snapshots: Snapshots | None, resume: str | None) -> None:
+        self._snapshots = snapshots
+        self._resume = [] if resume in (None, "auto") else [Path(resume).absolute()]
+        self._kept: tuple[int, Tree, list[torch.device]] | None = None  # call, state on the host, devices of its leaves
+        self._places: list[tuple[Path, int]] = []
+        self._leaves: list[tuple[torch.Size, torch.dtype, torch.device]] = []
+        self._treedef: tree.TreeDef | None = None
+
+    def keep(self, state: Tree, loop: LoopState) -> None:
+        """Keep the state of the best row; it is saved already if the run has snapshots."""
+        if self._snapshots is not None:
+            return
+        leaves, treedef = tree.flatten(plain(state))
+        devices = [leaf.device if isinstance(leaf, Tensor) else torch.device("cpu") for leaf in leaves]
+        is_safe = data.device_of(state).type == "cpu" and not any(isinstance(part, LiveState) for part in states(state))
+        if not is_safe:
+            leaves = [leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._kept = loop.calls, tree.unflatten(treedef, leaves), devices
+
+    def end(self, state: Tree, loop: LoopState) -> None:
+        """Remember where the best state is: the run has ended, and its last state may be donated before the call."""
+        directories = [] if self._snapshots is None else [self._snapshots.directory]
+        self._snapshots = None  # locks and threads, which a pickled result cannot have
+        if loop.best_step is None or not is_alive(state):
+            return
+        self._places = [(directory, loop.best_step) for directory in directories + self._resume]
+        leaves, self._treedef = tree.flatten(state)
+        self._leaves = [(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves if isinstance(leaf, Tensor)]
+        if len(self._leaves) < len(leaves):
+            self._places = []  # a state with leaves that are no tensors has no snapshots
+
+    def __repr__(self) -> str:
+        place = "in memory" if self._kept is not None else f"in {self._places[0][0]}" if self._places else "nowhere"
+        return f"<best state {place}>"
+
+    def __call__(self) -> Tree | None:
+        """Return the best state on the device of the run; None without a monitor, or if nothing has kept it.
+
+        Raises:
+            Corrupt, Mismatch: the snapshot is damaged, or another one.
+        """
+        if self._kept is not None:
+            _, state, devices = self._kept
+            leaves, treedef = tree.flatten(state)
+            pairs = zip(leaves, devices, strict=True)
+            return tree.unflatten(treedef, [x.to(device) if isinstance(x, Tensor) else x for x, device in pairs])
+        for directory, step in self._places:
+            try:
+                return Snapshots(directory, writer=False).restore(self._template(), step=step).state
+            except NotFound as error:
+                log.warning("the best state is not in the snapshots: %s", error)
+        return None
+
+    def _template(self) -> Any:
+        """Return a state of the right shapes that takes no memory."""
+        assert self._treedef is not None
+        made = [torch.empty((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in self._leaves]
+        return tree.unflatten(self._treedef, made)

@@ -22,52 +22,22 @@ _SHOWN = 3  # differences in a message
 _LONGEST = 300  # letters of a value
 
 
-class Agreement:
-    """The largest numbers of all processes, one exchange behind, so that no process waits for another.
+def largest(numbers: Sequence[int]) -> list[int]:
+    """The elementwise maximum of the numbers of all processes, in the range of int64; as many in every process.
 
     Example:
         >>> import purestep as ps
-        >>> with ps.parallel.start():  # alone
-        ...     agreement = Agreement()
-        ...     agreement.exchange([3], wait=False), agreement.exchange([4], wait=True)
-        ([], [[3], [4]])
+        >>> with ps.parallel.start():  # one process
+        ...     largest([3, -4])
+        [3, -4]
     """
-
-    def __init__(self) -> None:
-        self._open: tuple[Tensor, Any] | None = None
-
-    def exchange(self, numbers: Sequence[int], *, wait: bool) -> list[list[int]]:
-        """Send these numbers, and return what the processes have agreed on since the last exchange.
-
-        Args:
-            numbers: in the range of int64; as many in every process.
-            wait: return the result of this exchange too. Otherwise the next exchange returns it.
-
-        Returns:
-            The elementwise maximum of each exchange that has ended, oldest first.
-        """
-        sent = torch.tensor(list(numbers), dtype=torch.int64)
-        before, self._open = self._open, (sent, _started(sent))
-        ended = [] if before is None else [_finished(*before)]
-        if wait:
-            ended.append(_finished(*self._open))
-            self._open = None
-        return ended
-
-
-def _started(numbers: Tensor) -> Any:
     groups = meshes.current()
     if groups is None or groups.host is None:
-        return None
+        return list(numbers)
+    found = torch.tensor(list(numbers), dtype=torch.int64)
     with answered("the agreement of a call"):
-        return dist.all_reduce(numbers, dist.ReduceOp.MAX, group=groups.host, async_op=True)
-
-
-def _finished(numbers: Tensor, work: Any) -> list[int]:
-    if work is not None:
-        with answered("the agreement of a call"):
-            work.wait()
-    return numbers.tolist()
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=groups.host)
+    return found.tolist()
 
 
 def gathered(value: T) -> list[T]:
