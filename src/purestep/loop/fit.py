@@ -140,7 +140,7 @@ def fit(
         feeds = inputs.open_feeds(loaders, settings, ready, inputs.seed_of(run.state), mesh)
         stack.callback(feeds.close)
         processes.check_alike(mesh, lambda: {"snapshots": "None" if snapshots is None else "a directory"})
-        store, owned = resume.open_snapshots(snapshots, settings, feeds.train)
+        store, owned = resume.open_snapshots(snapshots, settings)
         if store is not None and owned:
             stack.callback(store.close)
         listeners = Callbacks(
@@ -237,7 +237,7 @@ class _Run:
         return self._result()
 
     @contextmanager
-    def _open_epoch(self) -> Generator[data.Ahead[Any]]:
+    def _open_epoch(self) -> Generator[data.Prefetched]:
         """Open the batches of the epoch of `LoopState` that are left."""
         self.schedule.begin(self.loop)
         loaded = self.feeds.train.epoch(self.loop.epoch, self.loop.batch)
@@ -245,11 +245,11 @@ class _Run:
         # Both stay open as long as there may be a snapshot: a feed may have to ask its loader for more.
         with (
             closing(loaded),
-            closing(data.Ahead(data.prefetch(watched, data.device_of(self.state), name="train"))) as batches,
+            closing(data.prefetch(watched, data.device_of(self.state), name="train")) as batches,
         ):
             yield batches
 
-    def _train_epoch(self, batches: data.Ahead[Any]) -> bool:
+    def _train_epoch(self, batches: data.Prefetched) -> bool:
         """Train on the batches that are left; False if the run ends before the last one."""
         is_due = self.loop.batch > 0 and self.loop.lacks_row  # a restored run first does what is due at its position
         while True:
@@ -261,7 +261,7 @@ class _Run:
             self._call_step(batch)
             is_due = True
 
-    def _ends_here(self, batches: data.Ahead[Any]) -> bool:
+    def _ends_here(self, batches: data.Prefetched) -> bool:
         """Do what is due at this position inside an epoch; True if the run ends here."""
         due = self._due_inside(batches)
         if due:
@@ -420,7 +420,7 @@ class _Run:
 
     # --- what is due --------------------------------------------------------------------------------------------------
 
-    def _due_inside(self, batches: data.Ahead[Any]) -> list[str]:
+    def _due_inside(self, batches: data.Prefetched) -> list[str]:
         """Return the loaders to evaluate at this position: none in an open window, or at the end of the epoch."""
         if not self.schedule.has_inside or self.loop.is_window_open:
             return []
@@ -432,7 +432,7 @@ class _Run:
         self._settle(wait=True)
         return due
 
-    def _is_cut_off(self, batches: data.Ahead[Any]) -> bool:
+    def _is_cut_off(self, batches: data.Prefetched) -> bool:
         """True if the run ends inside this epoch. With no batch left, the epoch's own boundary decides."""
         steps, reason = self.config.steps, None
         if steps not in (None, -1) and self.loop.updates + self.progress.pending >= steps:
@@ -451,7 +451,7 @@ class _Run:
     def _is_below_minimum(self, loop: LoopState) -> bool:
         return policy.below_minimum(self.config, loop, ahead=self.progress.pending)
 
-    def _decide(self, batches: data.Ahead[Any] | None = None) -> None:
+    def _decide(self, batches: data.Prefetched | None = None) -> None:
         """Take the decisions of this place: raise the writer's error, save a snapshot that is due inside an epoch (at
         its end the boundary saves it), act on a signal."""
         self.loop = self.decisions.take(self.loop)

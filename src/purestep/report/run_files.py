@@ -23,7 +23,7 @@ _HISTORY = "training_history.json"
 _ASIDE = re.compile(r".*\.\d+\.(csv|jsonl)|rows-\d+\.jsonl")  # of earlier runs; rows that belong to snapshots
 
 
-class Run(NamedTuple):
+class StoredRun(NamedTuple):
     """A run, as its directory shows it."""
 
     directory: Path
@@ -41,17 +41,12 @@ class Run(NamedTuple):
     problems: list[str]
 
     @property
-    def name(self) -> str:
-        """The last part of the path."""
-        return self.directory.name
-
-    @property
     def newest(self) -> Summary | None:
         """The newest intact snapshot."""
         return next((found for found in reversed(self.snapshots) if found.problem is None), None)
 
 
-def read_run(path: Path | str, *, verify: bool = False) -> Run:
+def read_run(path: Path | str, *, verify: bool = False) -> StoredRun:
     """Read a run.
 
     Args:
@@ -80,7 +75,7 @@ def read_run(path: Path | str, *, verify: bool = False) -> Run:
         raise NotFound("no snapshots of a run in it", where=str(path), hint=hint)
     monitor = _monitor(newest, info, history)
     state, how = _state(holder, info)
-    return Run(
+    return StoredRun(
         directory=directory,
         state=state,
         how=how,
@@ -208,14 +203,11 @@ def _stored_history(directory: Path, newest: Summary | None, problems: list[str]
     if newest is None:
         return []
     try:
-        loop = snapshot.whole_loop(directory, newest.step)
+        return _by_row(snapshot.read_history(directory, newest.step))
     except (SnapshotError, OSError) as error:
         if (directory / str(newest.step)).exists():  # otherwise its writer has deleted it in the meantime
             problems.append(" ".join(str(error).split()))
-        loop = newest.loop
-    record = loop.get("record") if isinstance(loop, dict) else None
-    columns = cast("dict[str, Any]", record).get("history") if isinstance(record, dict) else None
-    return _by_row(cast("dict[str, list[Any]]", columns)) if isinstance(columns, dict) else []
+        return []
 
 
 def _by_row(columns: Mapping[str, list[Any]]) -> list[Row]:

@@ -9,12 +9,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .run_files import Row, Run, age, bytes_text, number_text
+from .run_files import Row, StoredRun, age, bytes_text, number_text
 
 _ROWS = 8  # of the history
 
 
-def shown(run: Run, *, width: int = 80, color: bool = False, verified: bool = False) -> str:
+def shown(run: StoredRun, *, width: int = 80, color: bool = False, verified: bool = False) -> str:
     """The run as text of a width: its state, snapshots, last rows and size.
 
     Args:
@@ -38,7 +38,7 @@ def shown(run: Run, *, width: int = 80, color: bool = False, verified: bool = Fa
     return "\n".join(lines).rstrip()
 
 
-def _facts(run: Run, *, verified: bool) -> list[tuple[str, str]]:
+def _facts(run: StoredRun, *, verified: bool) -> list[tuple[str, str]]:
     intact = [summary for summary in run.snapshots if summary.problem is None]
     facts = [("state", run.how)]
     if run.newest is None:
@@ -59,7 +59,7 @@ def _facts(run: Run, *, verified: bool) -> list[tuple[str, str]]:
     return facts
 
 
-def _wholeness(run: Run, *, verified: bool) -> str:
+def _wholeness(run: StoredRun, *, verified: bool) -> str:
     if run.problems:
         return "\n".join(["no:", *run.problems])
     if not run.snapshots:
@@ -67,7 +67,7 @@ def _wholeness(run: Run, *, verified: bool) -> str:
     return "yes: every digest agrees" if verified else "yes, by files and sizes (--verify reads every digest)"
 
 
-def _rows(run: Run, width: int) -> Table:
+def _rows(run: StoredRun, width: int) -> Table:
     """The last rows. Columns that do not fit are left out: the losses and the monitored metric come first."""
     rows = run.history[-_ROWS:]
     names = list(dict.fromkeys(name for row in run.history for name in row))
@@ -87,7 +87,7 @@ def _rows(run: Run, width: int) -> Table:
     return table
 
 
-def _cell(run: Run, row: Row, name: str) -> str:
+def _cell(run: StoredRun, row: Row, name: str) -> str:
     is_best = run.best is not None and run.monitor is not None and row is run.history[run.best]
     return number_text(row.get(name)) + (" *" if is_best and run.monitor and name == run.monitor[0] else "")
 

@@ -1,16 +1,16 @@
 """Sinks: callables that get the events of a run (`purestep.events`), with a ``close()``.
 
-console       progress on the terminal
+console       progress as lines; live_bar: as a bar, by rich
 json_history  the history as JSON
 row_files     CSV and JSON lines
 tensorboard   event files of TensorBoard
 trackers      Weights & Biases, MLflow
 default       the sinks of a run that names none
 guarded       a wrapper that keeps a failing or hanging sink from harming the run
-output        files, pipes and devices
+output        the file of a sink
 """
 
-from .console import Progress as Progress
+from .console import ProgressBar as ProgressBar
 from .console import progress as progress
 from .default import default_sinks as default_sinks
 from .guarded import Guarded as Guarded
@@ -18,7 +18,7 @@ from .guarded import Sink as Sink
 from .guarded import guarded as guarded
 from .json_history import History as History
 from .json_history import history_json as history_json
-from .row_files import Rows as Rows
+from .row_files import RowFile as RowFile
 from .row_files import csv as csv
 from .row_files import jsonl as jsonl
 from .tensorboard import TensorBoard as TensorBoard

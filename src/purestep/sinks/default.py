@@ -18,7 +18,7 @@ def default_sinks(directory: Path | str | None, *, progress: bool = True) -> lis
 
     Example:
         >>> [type(sink).__name__ for sink in default_sinks("runs/digits")]
-        ['Progress', 'History']
+        ['ProgressBar', 'History']
     """
     sinks: list[Sink] = [progress_sink()] if progress else []
     if directory is not None:

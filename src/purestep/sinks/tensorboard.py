@@ -21,18 +21,13 @@ class TensorBoard:
         self._make = writer
         self._writer: Any = None
         self._second = 0  # time of the last event file, in seconds
-        self._last = 0  # update of the last log line
         self._written: dict[str, int] = {}  # tag -> update of its last point
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, FitStart):
             # TensorBoard ignores the points that an interrupted run wrote after its last snapshot.
             self._open(event.updates + 1 if event.resumed else None)
-            self._last = event.updates
         elif isinstance(event, Logged):
-            if event.updates <= self._last:  # the run went back, so later points are void
-                self._open(event.updates)
-            self._last = event.updates
             line = {**event.values, "steps_per_second": event.steps_per_second}
             self._scalars({f"train/{key.removeprefix('train_')}": value for key, value in line.items()}, event.updates)
         elif isinstance(event, EpochEnd):
@@ -51,7 +46,7 @@ class TensorBoard:
             time.sleep(0.02)
         self._second = int(time.time())
         self._writer = self._make(str(self.directory), purge_step=purge_step)
-        self._written = {tag: at for tag, at in self._written.items() if purge_step is not None and at < purge_step}
+        self._written = {}
 
     def _scalars(self, values: dict[str, Any], updates: int) -> None:
         """Write one point per tag and update: two rows of the history may have the same update."""
@@ -92,8 +87,7 @@ def tensorboard(directory: Path | str) -> TensorBoard:
 
     ``fit(histograms=500)`` adds histograms of each parameter: ``weights/...``, ``gradients/...``, ``updates/...``.
 
-    A run that resumes from a snapshot, or goes back to a good state, begins an event file that voids the points to be
-    repeated.
+    A run that resumes from a snapshot begins an event file that voids the points to be repeated.
 
     Args:
         directory: of the event files.

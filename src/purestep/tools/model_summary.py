@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, cast
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from .. import data, tree
+from ..data import random_state
 from ..errors import ConfigError, StateError
 from ..state import stacked
 from ..types import Empty, Program, TrainState
@@ -18,7 +20,7 @@ from ..types import Empty, Program, TrainState
 _WIDTH = 98  # characters of a line
 
 
-class Row(NamedTuple):
+class ModuleRow(NamedTuple):
     """The parameters of one module, without those of its submodules."""
 
     module: str  # dotted name; "" for the model itself
@@ -28,10 +30,10 @@ class Row(NamedTuple):
     decayed: int | None  # numbers that weight decay moves; None if the transform does not say
 
 
-class Summary(NamedTuple):
+class ModelSummary(NamedTuple):
     """The result of `summary`; ``str`` returns a table."""
 
-    rows: list[Row]
+    rows: list[ModuleRow]
     trained: int
     frozen: int
     decayed: int | None  # None if it is None in a row
@@ -42,20 +44,29 @@ class Summary(NamedTuple):
     step_flops: int | None  # of one batch in train_step: forward, backward and update; None without a batch
 
     def __str__(self) -> str:
-        head = ("module", "shape", "trained", "frozen", "decayed")
-        lines = [(row.module or "(model)", _shapes(row), *map(_number, row[2:])) for row in self.rows]
-        total = ("total", "", *map(_number, (self.trained, self.frozen, self.decayed)))
-        table = _table([head, *lines, total])
-        rule = "-" * max(map(len, table))
-        notes = [
-            f"buffers {self.buffers:,}, parameters {_bytes(self.parameter_bytes)}, state {_bytes(self.state_bytes)}"
-        ]
+        with random_state.scoped(0):  # the import of rich draws a random number
+            from rich.box import SIMPLE
+            from rich.console import Console
+            from rich.table import Table
+
+        table = Table(box=SIMPLE, show_edge=False, pad_edge=False, show_footer=True, padding=(0, 1, 0, 0))
+        table.add_column("module", "total", overflow="fold")
+        table.add_column("shape", no_wrap=True)
+        for name, count in (("trained", self.trained), ("frozen", self.frozen), ("decayed", self.decayed)):
+            table.add_column(name, _number(count), justify="right", no_wrap=True)
+        for row in self.rows:
+            table.add_row(row.module or "(model)", _shapes(row), *map(_number, row[2:]))
+        console = Console(file=io.StringIO(), width=_WIDTH, markup=False, highlight=False)
+        with console.capture() as text:
+            console.print(table)
+        sizes = f"parameters {_bytes(self.parameter_bytes)}, state {_bytes(self.state_bytes)}"
+        notes = [f"buffers {self.buffers:,}, {sizes}"]
         if self.forward_flops is not None and self.step_flops is not None:
             notes.append(f"FLOPs a batch: forward {_flops(self.forward_flops)}, train step {_flops(self.step_flops)}")
-        return "\n".join([table[0], rule, *table[1:-1], rule, table[-1], *notes])
+        return "\n".join([*map(str.rstrip, text.get().splitlines()), *notes])
 
 
-def summary(program: Program, state: TrainState, batch: Any = None) -> Summary:
+def summary(program: Program, state: TrainState, batch: Any = None) -> ModelSummary:
     """Count the parameters of a program by module: trained, frozen and decayed, and the FLOPs of a batch.
 
     A parameter that is tied counts once, under its first name. A parameter that `optim.freeze` holds counts as trained,
@@ -82,10 +93,10 @@ def summary(program: Program, state: TrainState, batch: Any = None) -> Summary:
         >>> program = ps.program(net, ps.supervised(torch.nn.MSELoss()), tx)
         >>> print(summary(program, program.init(), (torch.ones(2, 4), torch.ones(2, 1))))
         module  shape   trained  frozen  decayed
-        ----------------------------------------
+        ────────────────────────────────────────
         0       8x4, 8       40       0       32
         2       1x8, 1        9       0        8
-        ----------------------------------------
+        ────────────────────────────────────────
         total                49       0       40
         buffers 0, parameters 196 B, state 680 B
         FLOPs a batch: forward 160, train step 352
@@ -103,7 +114,7 @@ def summary(program: Program, state: TrainState, batch: Any = None) -> Summary:
     decays = find(state.params) if find is not None else dict.fromkeys(state.params)
     rows = _rows(program, state, decays)
     flops = (None, None) if batch is None else _counted(program, state, batch)
-    return Summary(
+    return ModelSummary(
         rows,
         sum(row.trained for row in rows),
         sum(row.frozen for row in rows),
@@ -115,14 +126,14 @@ def summary(program: Program, state: TrainState, batch: Any = None) -> Summary:
     )
 
 
-def _rows(program: Program, state: TrainState, decays: Mapping[str, bool | None]) -> list[Row]:
+def _rows(program: Program, state: TrainState, decays: Mapping[str, bool | None]) -> list[ModuleRow]:
     named = {**state.params, **state.frozen}
     order = list(named) if program.static is None else _in_order(program, named)
     modules: dict[str, list[str]] = {}
     for name in order:
         modules.setdefault(name.rpartition(".")[0], []).append(name)
     return [
-        Row(
+        ModuleRow(
             module,
             {name.rpartition(".")[2]: tuple(named[name].shape) for name in names},
             sum(named[name].numel() for name in names if name in state.params),
@@ -167,7 +178,7 @@ def _sum(counts: Iterable[int | None]) -> int | None:
     return None if None in found else sum(cast(list[int], found))
 
 
-def _shapes(row: Row) -> str:
+def _shapes(row: ModuleRow) -> str:
     return ", ".join("x".join(map(str, shape)) or "scalar" for shape in row.shapes.values())
 
 
@@ -186,24 +197,3 @@ def _bytes(count: int) -> str:
 def _scaled(value: float, base: int, units: tuple[str, ...]) -> str:
     power = min(int(math.log(value, base)) if value >= 1 else 0, len(units) - 1)
     return f"{value / base**power:.4g}{units[power]}" if power else f"{value:.0f}{units[0]}"
-
-
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    """Lines with aligned columns: the first two to the left, numbers to the right. The first two are cut to fit."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    room = _WIDTH - sum(widths[2:]) - 2 * (len(widths) - 1)
-    widths[1] = min(widths[1], max(room - widths[0], room // 3))
-    widths[0] = min(widths[0], room - widths[1])
-    lines: list[str] = []
-    for row in rows:
-        cells = [_cut(row[0], widths[0], start=True).ljust(widths[0]), _cut(row[1], widths[1]).ljust(widths[1])]
-        cells += [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]
-        lines.append("  ".join(cells).rstrip())
-    return lines
-
-
-def _cut(text: str, width: int, *, start: bool = False) -> str:
-    """Shorten a text: a module's name at its start, since its end is what differs."""
-    if len(text) <= width:
-        return text
-    return "..." + text[len(text) - width + 3 :] if start else text[: width - 3] + "..."
