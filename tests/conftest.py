@@ -53,12 +53,6 @@ def optimized_as_for_users(request: pytest.FixtureRequest, monkeypatch: pytest.M
 
 
 @pytest.fixture(autouse=True)
-def saves_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where this Python would wait for each save as well: no script ends here, those that do are other processes."""
-    monkeypatch.setattr("purestep.snapshot.writer._ENDS_EARLY", False)
-
-
-@pytest.fixture(autouse=True)
 def fresh_compilers() -> Iterator[None]:
     """What one test compiles does not count in the next. Nothing is imported for it: Dynamo alone takes a second."""
     yield

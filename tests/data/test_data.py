@@ -39,9 +39,7 @@ import purestep as ps
 from purestep import tree
 from purestep.data import (
     check_batch,
-    limit,
     open_feed,
-    overfit,
     prefetch,
     random_state,
     state_json,
@@ -247,7 +245,7 @@ HOLDERS: dict[str, Callable[[Any], Any]] = {
     "batch sampler": lambda rng: DataLoader(Plain(), batch_sampler=BatchSampler(Own(rng), 2, drop_last=False)),
     "iterable": Own,
     "loader in an iterable": lambda rng: Around(DataLoader(Plain(), 2, sampler=Own(rng))),
-    "dataset of an iterable loader": lambda rng: open_feed(DataLoader(OwnStream(rng), 2), seed=1, replay=True),
+    "dataset of an iterable loader": lambda rng: open_feed(DataLoader(OwnStream(rng), 2), seed=1),
 }
 
 
@@ -422,37 +420,36 @@ def test_items_depend_on_their_seeds_from_whichever_generator_they_draw(names: l
     assert len({value % 1 for value in flat[0]}) > 20  # of 24, where an item draws
 
 
-def test_a_dataset_is_loaded_again_once_for_each_generator_that_it_draws_from():
-    loads = []
-    for names in ([], ["python"], ["python", "torch", "numpy"]):
-        dataset = DrawsLate(names)
-        feed = open_feed(DataLoader(dataset, batch_size=3))
-        values(feed), values(feed, 1)
-        loads.append(len(dataset.loaded))
-    whole, probed = 2 * 24, 2 + 6  # one that keeps something may count to more than two
-    assert loads == [whole + probed, whole + probed + 3, whole + probed + 9]
+class Together(Augmented):
+    """Loads a batch in one call, as Hugging Face's datasets do."""
+
+    def __init__(self, count: int = 10) -> None:
+        super().__init__(count)
+        self.calls: list[list[int]] = []
+
+    def __getitems__(self, indices: list[int]) -> list[Tensor]:
+        self.calls.append(indices)
+        return [self[index] for index in indices]
 
 
-def test_items_that_draw_nothing_are_not_seeded_one_by_one(monkeypatch: pytest.MonkeyPatch):
-    seeded: list[Any] = []
-    real = random_state.seed
-    monkeypatch.setattr(
-        random_state,
-        "seed",
-        lambda number, generators=random_state.EVERY: (seeded.append(generators), real(number, generators)),
-    )
-    values(open_feed(DataLoader(Plain(12), batch_size=3)))
-    assert not any(seeded)
-    values(open_feed(DataLoader(DrawsLate(["torch"]), batch_size=3)))
-    assert {"torch"} in seeded
-    assert all(found in (set(), {"torch"}) for found in seeded)
+class DryTogether(Together):
+    def __getitem__(self, index: int) -> Tensor:
+        return Plain.__getitem__(self, index)
 
 
-@pytest.mark.parametrize("name", DRAWS)
-def test_items_differ_where_the_watch_sees_nothing(name: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(random_state.Watch, "drawn", lambda self: frozenset())
+def test_a_dataset_with_getitems_is_loaded_in_one_call_until_it_draws():
+    """One call for each item takes twelve times as long with Hugging Face's datasets."""
+    dry, drawing = DryTogether(8), Together(8)
+    assert values(open_feed(DataLoader(dry, 4))) == values(open_feed(DataLoader(Plain(8), 4)))
+    assert [len(call) for call in dry.calls if len(call) > 1] == [4, 4]
+    assert values(open_feed(DataLoader(drawing, 4))) == values(open_feed(DataLoader(Augmented(8), 4)))
+    assert [len(call) for call in drawing.calls if len(call) > 1] == [4]
+
+
+def test_a_dataset_with_getitems_draws_otherwise_where_nobody_looks(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(random_state, "states", lambda: ())
     with pytest.raises(AssertionError):
-        test_items_depend_on_their_seeds_from_whichever_generator_they_draw([name])
+        test_a_dataset_with_getitems_is_loaded_in_one_call_until_it_draws()
 
 
 class Isolated(Plain):
@@ -465,14 +462,14 @@ class Isolated(Plain):
         return super().__getitem__(index) + drawn
 
 
-def test_draws_that_nobody_sees_come_from_the_seed_of_the_batch():
+def test_draws_that_nobody_sees_come_from_the_seeds_of_the_items():
     runs: list[Any] = []
     for seed in (1, 2):
         random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
         random.gauss(0, 1), np.random.randn()
         runs.append(values(open_feed(DataLoader(Isolated(6), batch_size=2))))
     assert runs[0] == runs[1]
-    assert len({value % 1 for batch in runs[0] for value in batch}) == 3
+    assert len({value % 1 for batch in runs[0] for value in batch}) == 6
 
 
 class Exchanges(Plain):
@@ -653,10 +650,10 @@ def test_batches_in_a_list_are_taken_by_index():
 
 @pytest.mark.parametrize("make", [Reiterable, lambda: DataLoader(Stream(), batch_size=2)])
 def test_an_iterable_is_entered_by_loading_and_dropping(make: Any):
-    feed = open_feed(make(), seed=3, replay=True)
+    feed = open_feed(make(), seed=3)
     whole = [values(feed, epoch) for epoch in range(2)]
     assert whole[0] != whole[1]
-    assert values(open_feed(make(), seed=3, replay=True), 1, 2) == whole[1][2:]
+    assert values(open_feed(make(), seed=3), 1, 2) == whole[1][2:]
 
 
 def test_an_iterable_dataset_runs_in_workers_under_the_seed():
@@ -668,13 +665,10 @@ def test_an_iterable_dataset_runs_in_workers_under_the_seed():
 
 
 @pytest.mark.parametrize("loader", [lambda: DataLoader(Stream(), batch_size=2), lambda: iter([1, 2, 3])])
-def test_what_cannot_be_entered_in_the_middle_says_so_up_front(loader: Any):
-    feed = open_feed(loader())
-    with pytest.raises(DataError, match=r"train: cannot start inside an epoch.*replay=True"):
-        feed.require_resume()
-    with pytest.raises(DataError, match="cannot start inside an epoch"):
-        feed.epoch(0, 1)
-    assert len(values(open_feed(loader(), replay=True), 0, 1)) == 2
+def test_what_is_loaded_again_and_dropped_is_told(loader: Any, caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO", "purestep")
+    assert len(values(open_feed(loader()), 0, 1)) == 2
+    assert "train: loads and drops 1 batches to resume inside epoch 1" in caplog.text
 
 
 def test_a_loader_with_a_state_of_its_own_is_resumed_by_it():
@@ -772,7 +766,7 @@ def test_torchdatas_loader_is_resumed_with_its_draws(workers: int):
 def test_torchdatas_loader_over_a_stream_is_resumed_by_its_state():
     stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
     feed = open_feed(stateful(StatefulStream(), batch_size=2))
-    assert feed.resume == "state"
+    assert feed.facts == {"kind": "state"}
     assert [values(feed, 0), values(feed, 1)] == [[[1, 2], [3, 4], [5, 6]]] * 2
     again = open_feed(stateful(StatefulStream(), batch_size=2))
     again.restore(json.loads(json.dumps(feed.position(0, 1))))
@@ -830,7 +824,7 @@ def test_a_one_shot_iterator_is_good_for_one_epoch():
         DataError, match=r"no batch is left for epoch 2: the iterator can run only one epoch.*instead of iter\(loader\)"
     ):
         values(feed, 1)
-    endless = limit(open_feed(itertools.count()), 3)
+    endless = open_feed(itertools.count(), first=3)
     assert [values(endless, 0), values(endless, 1)] == [[0, 1, 2], [3, 4, 5]]
 
 
@@ -1043,7 +1037,7 @@ def test_a_killed_trainer_leaves_no_worker_behind(late: bool):
         (lambda: open_feed(DataLoader(Plain(10), 2, shuffle=True)), "order was 'SequentialSampler' and is 'RandomS"),
         (lambda: open_feed(DataLoader(Plain(10), 2), seed=1), "seed was 0 and is 1"),
         (lambda: open_feed([1, 2]), "kind was 'indices' and is 'sequence'"),
-        (lambda: limit(open_feed(DataLoader(Plain(10), 2)), 3), "limit was None and is 3"),
+        (lambda: open_feed(DataLoader(Plain(10), 2), first=3), "limit was None and is 3"),
     ],
 )
 def test_a_position_of_another_loader_is_a_mismatch(other: Any, said: str):
@@ -1053,8 +1047,8 @@ def test_a_position_of_another_loader_is_a_mismatch(other: Any, said: str):
 
 
 def test_a_position_of_the_same_loader_fits_whatever_the_workers():
-    stored = json.loads(json.dumps(limit(open_feed(DataLoader(Plain(10), 2)), 3).position(0, 3)))
-    limit(open_feed(DataLoader(Plain(10), 2, num_workers=2)), 3).restore(stored)
+    stored = json.loads(json.dumps(open_feed(DataLoader(Plain(10), 2), first=3).position(0, 3)))
+    open_feed(DataLoader(Plain(10), 2, num_workers=2), first=3).restore(stored)
 
 
 def test_a_start_behind_the_end_is_a_mismatch():
@@ -1068,14 +1062,14 @@ def test_a_start_behind_the_end_is_a_mismatch():
 
 
 def test_limit_cuts_every_epoch():
-    feed = limit(open_feed(DataLoader(Plain(10), 2, shuffle=True)), 3)
+    feed = open_feed(DataLoader(Plain(10), 2, shuffle=True), first=3)
     whole = open_feed(DataLoader(Plain(10), 2, shuffle=True))
     assert feed.length == 3
     for epoch, start in itertools.product(range(2), range(4)):
         assert values(feed, epoch, start) == values(whole, epoch)[start:3]
-    assert limit(open_feed([1, 2, 3]), 9).length == 3
-    assert limit(open_feed([1, 2, 3]), 0.01).length == 1
-    assert values(limit(open_feed([1, 2, 3]), 1.0)) == [1, 2, 3]
+    assert open_feed([1, 2, 3], first=9).length == 3
+    assert open_feed([1, 2, 3], first=0.01).length == 1
+    assert values(open_feed([1, 2, 3], first=1.0)) == [1, 2, 3]
 
 
 class Eager(Stateful):
@@ -1117,7 +1111,7 @@ def test_limited_epochs_are_resumed_at_their_borders(name: str, count: int):
     """Whatever a loader does after an epoch that was not run to its end, it does the same after a restart."""
 
     def opened() -> Feed:
-        return limit(open_feed(LIMITED[name](), replay=True), count)
+        return open_feed(LIMITED[name](), first=count)
 
     feed = opened()
     whole: list[list[Any]] = []
@@ -1140,32 +1134,30 @@ def test_limited_epochs_are_resumed_at_their_borders(name: str, count: int):
 
 
 def test_an_iterator_whose_place_is_not_known_is_not_begun_anew():
-    feed = limit(open_feed(iter(Endless()), replay=True), 3)
+    feed = open_feed(iter(Endless()), first=3)
     with pytest.raises(DataError, match="the iterator cannot return to batch 1 of epoch 2"):
         values(feed, 1)
     values(feed, 0)
-    place = feed.position(1, 0)
-    other = limit(open_feed(iter(Endless())), 3)
-    other.restore(place)
-    with pytest.raises(DataError, match="replay=True"):
-        values(other, 1)
+    other = open_feed(iter(Endless()), first=3)
+    other.restore(feed.position(1, 0))
+    assert values(other, 1) == values(feed, 1)
 
 
 @pytest.mark.parametrize("amount", [0, -1, 0.0, 1.5, True])
 def test_limit_refuses_other_amounts(amount: Any):
     with pytest.raises(ConfigError, match=f"train: {amount} batches"):
-        limit(open_feed([1, 2]), amount)
+        open_feed([1, 2], first=amount)
 
 
 def test_a_share_needs_a_length():
     found = r"""fit: limit_batches=\{"train": 0\.5\} needs len\(loader\), and the loader 'train' has none"""
     with pytest.raises(ConfigError, match=found + r""".*\(cure: .*limit_batches=\{"train": 100\}\)"""):
-        limit(open_feed(itertools.count()), 0.5)
+        open_feed(itertools.count(), first=0.5)
 
 
 def test_overfit_holds_the_first_batches_unshuffled():
     dataset = Augmented(10)
-    feed = overfit(open_feed(DataLoader(dataset, 2, shuffle=True)), 2)
+    feed = open_feed(DataLoader(dataset, 2, shuffle=True), first=2, hold=True)
     first = values(feed, 0)
     assert [[int(item) for item in batch] for batch in first] == [[0, 1], [2, 3]] or first[0][0] == 0
     loaded = len(dataset.loaded)
@@ -1173,7 +1165,7 @@ def test_overfit_holds_the_first_batches_unshuffled():
     assert values(feed, 1, 1) == first[1:]
     assert len(dataset.loaded) == loaded
     with pytest.raises(ConfigError, match="0 batches to overfit"):
-        overfit(open_feed([1]), 0)
+        open_feed([1], first=0, hold=True)
 
 
 # Batches to a device.

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import purestep as ps
 from purestep import events
-from purestep.data import Ahead, limit, open_feed
+from purestep.data import open_feed, prefetch
 from purestep.errors import ConfigError, DataError, Mismatch
 
 BATCHES = 5
@@ -178,17 +178,18 @@ class Growing(Chosen):
         return ([i % 10] for i in range(3 + 2 * self.epoch))
 
 
-def test_fractions_of_a_sampler_are_of_the_batches_that_it_has() -> None:
+def test_fractions_of_a_sampler_are_of_the_batches_of_the_epoch_before(caplog: pytest.LogCaptureFixture) -> None:
     result = fit(DataLoader(DATA, batch_sampler=Growing(3)), epochs=3, evaluate_every=0.5)
-    assert result.history["step"] == [2, 3, 6, 8, 12, 15]
+    assert result.history["step"] == [2, 3, 5, 8, 11, 15]
+    assert "evaluate_every=0.5 of epoch 2 assumed 3 batches, but there were 5" in caplog.text
 
 
-def test_a_start_is_a_share_of_the_batches_that_there_are() -> None:
+def test_a_start_is_a_share_of_a_length_that_is_certain() -> None:
     early = ps.EarlyStopping(1, start_ratio=0.5)
     fields = {"epochs": 1, "evaluate_every": 1, "monitor": "lr", "mode": "min", "early_stopping": early}
-    assert fit(DataLoader(DATA, batch_sampler=Chosen(2)), **fields).history["step"][-1] == 2  # int(0.5 * 5)
-    plain = fit(Plain(2), **fields)  # of whose batches nobody knows how many: whole epochs
-    assert (plain.epochs, plain.history["step"][-1]) == (1, 5)
+    assert fit(DataLoader(DATA, 2), **fields).history["step"][-1] == 2  # int(0.5 * 5)
+    for loader in (DataLoader(DATA, batch_sampler=Chosen(2)), Plain(2)):  # whole epochs
+        assert fit(loader, **fields).history["step"][-1] == 5
 
 
 @pytest.mark.parametrize(
@@ -217,11 +218,10 @@ def test_a_fraction_without_a_length_is_refused_before_the_first_batch() -> None
 
 def test_shares_are_of_the_batches_that_there_are(caplog: pytest.LogCaptureFixture) -> None:
     def counts(loader: Any, amount: Any, epochs: int = 3) -> list[int]:
-        feed = limit(open_feed(loader), amount)
+        feed = open_feed(loader, first=amount)
         return [sum(1 for _ in feed.epoch(epoch)) for epoch in range(epochs)]
 
-    assert counts(DataLoader(DATA, batch_sampler=Growing(3)), 0.5) == [1, 2, 3]
-    assert counts(DataLoader(DATA, batch_sampler=Chosen(2)), 0.8) == [4, 4, 4]
+    assert counts(DataLoader(DATA, batch_sampler=Growing(3)), 0.7) == [2, 2, 2]  # a number for the whole run
     assert counts(Plain(2), 4) == counts(Plain(40), 4) == counts(Plain(TypeError()), 4) == [4, 4, 4]
     assert counts(Plain(2), 1.0) == [5, 5, 5]
     assert counts([0] * 100, 0.29, 1) == [29]
@@ -273,7 +273,7 @@ def test_an_error_is_raised_where_its_batch_would_have_come() -> None:
         yield "a"
         raise ZeroDivisionError
 
-    ahead = Ahead(letters())
+    ahead = prefetch(letters(), torch.device("cpu"))
     assert (next(ahead), ahead.more(), ahead.more()) == ("a", True, True)
     with pytest.raises(ZeroDivisionError):
         next(ahead)

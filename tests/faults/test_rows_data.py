@@ -27,7 +27,7 @@ import purestep as ps
 from purestep import events
 from purestep.compile import CompiledStep, graphs
 from purestep.data import feed as feed_
-from purestep.data import map_style, open_feed, workers
+from purestep.data import iterable, map_style, open_feed, workers
 from purestep.errors import DataError, Mismatch
 from purestep.files import lock
 from purestep.loop import metric_queue, resume, train_call
@@ -132,7 +132,7 @@ def test_row_28_random_augmentation_in_workers(tmp_path: Path, caplog: pytest.Lo
 def test_row_28_fails_without_seeds_of_the_items(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(map_style.Batches, "_item", lambda self, ticket, index: self._items([index])[0])
+    monkeypatch.setattr(map_style.Batches, "_item", lambda self, ticket, index: self._dataset[index])
     fails(lambda: test_row_28_random_augmentation_in_workers(tmp_path, caplog))
 
 
@@ -160,35 +160,43 @@ class Generated(IterableDataset[Any]):
         return iter(Items(20))
 
 
-def forgetful() -> list[Any]:
-    return [iter(batches(5)), DataLoader(Generated(), batch_size=4)]
+STREAMS: dict[str, Callable[[], Any]] = {
+    "iterable": Stream,
+    "DataLoader": lambda: DataLoader(Generated(), batch_size=4),
+    "DataLoader with workers": lambda: DataLoader(Generated(), batch_size=4, num_workers=1),
+}
 
 
 @pytest.mark.row("F29")
-@pytest.mark.parametrize("kind", range(2))
-def test_row_29_an_iterable_without_state_is_refused_up_front(kind: int, tmp_path: Path) -> None:
-    program, taken = mlp(), []
-
-    def run() -> None:
-        fit(program.init(), forgetful()[kind], program, epochs=1, snapshots=tmp_path / "run", callbacks=[taken.append])
-
-    refused(DataError, r"^train: cannot start inside an epoch.*open_feed\(loader, replay=True\)", run)
-    assert not taken
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.row("F29")
-@pytest.mark.parametrize("make", [Stream, lambda: open_feed(DataLoader(Generated(), batch_size=4), replay=True)])
-def test_row_29_or_replayed_at_a_stated_cost(make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("kind", STREAMS)
+def test_row_29_an_iterable_without_state_is_replayed_at_a_stated_cost(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make = STREAMS[kind]
     with caplog.at_level(logging.INFO, "purestep"):
         same(stopped(make, tmp_path, 3, 7), whole(make()))
     assert "train: loads and drops 3 batches to resume inside epoch 1" in caplog.text
     assert "train: loads and drops 2 batches to resume inside epoch 2" in caplog.text
 
 
-def test_row_29_fails_where_nobody_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed_.Feed, "require_resume", lambda self: None)
-    fails(lambda: test_row_29_an_iterable_without_state_is_refused_up_front(1, tmp_path))
+@pytest.mark.row("F29")
+def test_row_29_or_an_order_that_is_another_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    seeds = iter(range(100))
+
+    class Hidden:
+        def __iter__(self) -> Iterator[Any]:
+            return (vector_batch(8, next(seeds)) for _ in range(5))
+
+    stopped(Hidden, tmp_path, 3)
+    assert "train: epoch 1 begins with another batch than in the interrupted run" in caplog.text
+
+
+def test_row_29_fails_where_batches_are_not_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = iterable.IterableFeed._batches
+    monkeypatch.setattr(iterable.IterableFeed, "_batches", lambda self, epoch, start: real(self, epoch, 0))
+    fails(lambda: test_row_29_an_iterable_without_state_is_replayed_at_a_stated_cost("iterable", tmp_path, caplog))
 
 
 # --- row 30 -----------------------------------------------------------------------------------------------------------

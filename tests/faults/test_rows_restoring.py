@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from faults import damaging, planting, running
@@ -22,7 +21,8 @@ from saving import GOLDEN, assert_same, golden_state, small
 from torch import Tensor
 
 from purestep import errors, tree
-from purestep.snapshot import Snapshots, manifest, orbax_io
+from purestep.snapshot import Snapshots, manifest, orbax_io, read_history, verify
+from tests.parallel import snapshot_cases
 
 FLIPS = range(60)
 CUTS = range(60, 90)
@@ -56,14 +56,14 @@ def test_row_12_a_flipped_bit_anywhere(tmp_path: Path) -> None:
     assert first_failure(trial, FLIPS, tmp_path) is None
 
 
-def test_row_12_without_digests_a_flipped_bit_goes_unnoticed(run: Path) -> None:
+def test_row_12_without_checksums_a_flipped_bit_goes_unnoticed(run: Path) -> None:
     flip(running.largest_file(run / str(NEWEST)))
 
     def check() -> None:
-        assert "the values of w are not the saved ones" in str(damaging.strictly(run))
+        assert "not what was written (its checksum differs)" in str(damaging.strictly(run))
 
     check()
-    with fails_without("purestep.snapshot.manifest.check_values"):
+    with fails_without("purestep.snapshot.manifest.check_files"):
         check()
 
 
@@ -103,7 +103,7 @@ def test_row_13_every_file_emptied_cut_or_gone_is_not_listed(tmp_path: Path) -> 
     for index, (name, cut) in enumerate(itertools.product(names, ("empty", "half", "last", "gone"))):
         check(tmp_path / str(index), name, cut)
     largest = running.largest_file(damaging.whole() / "1").relative_to(damaging.whole() / "1")
-    with fails_without("purestep.snapshot.manifest._check_files"):
+    with fails_without("purestep.snapshot.manifest._check_sizes"):
         check(tmp_path / "off", largest, "half")
 
 
@@ -122,10 +122,10 @@ def test_row_14_the_newest_is_bad_and_the_one_before_is_good(run: Path) -> None:
     reader = Snapshots(run, writer=False)
     with pytest.warns(RuntimeWarning, match=f"went back to step {BEFORE}, 1 steps lost") as caught:
         assert reader.restore(running.state(0)).step == BEFORE
-    assert "the values of w are not the saved ones" in str(caught[0].message)
+    assert "its checksum differs" in str(caught[0].message)
     assert reader.steps() == [1, BEFORE, NEWEST]
     for ask in (lambda: restored(run, strict=True), lambda: reader.restore(running.state(0), step=NEWEST)):
-        with pytest.raises(errors.Corrupt, match="the values of w"):
+        with pytest.raises(errors.Corrupt, match="its checksum differs"):
             ask()
     with Snapshots(run, keep=None) as snapshots:
         with pytest.warns(RuntimeWarning, match=rf"renamed to {NEWEST}\.corrupt"):
@@ -159,7 +159,6 @@ def test_row_14_what_the_reader_lacks_is_no_damage(
             restored(run)
         assert not isinstance(caught.value, errors.Corrupt)
 
-    monkeypatch.setattr(orbax_io, "read_chunks", lambda *_: {})  # what it lacks, it leaves to the other
     monkeypatch.setattr(orbax_io, "read", read)
     check()
     assert Snapshots(run).steps() == [1, BEFORE, NEWEST]
@@ -245,8 +244,7 @@ def test_row_17_a_changed_model(
         snapshots.save(1, small(3))
         snapshots.wait()
         with monkeypatch.context() as patch:
-            for name in ("read", "read_chunks"):
-                patch.setattr(orbax_io, name, lambda *args, **kwargs: pytest.fail("data were read"))
+            patch.setattr(orbax_io, "read", lambda *args, **kwargs: pytest.fail("data were read"))
             check()
             if template is RESHAPED:
                 with fails_without("purestep.snapshot.manifest.compare"):
@@ -265,27 +263,78 @@ def test_row_17_a_renamed_leaf_is_told_with_the_nearest_name(tmp_path: Path) -> 
     assert lines[2].startswith("  layers.0.weight: float32 [2] in the snapshot only (nearest name: layer.0.weight)")
 
 
+def zeros(state: Any) -> Any:
+    return tree.map(lambda x: torch.zeros_like(x) if isinstance(x, Tensor) else x, state)
+
+
 def test_row_18_the_first_format_loads_for_ever() -> None:
-    """Made by `python tests/snapshot/test_snapshot.py FOLDER`; a new format gets its own, this one stays as it is."""
-    template = tree.map(lambda x: torch.zeros_like(x) if isinstance(x, Tensor) else x, golden_state())
-    found = Snapshots(GOLDEN, writer=False).restore(template)
+    found = Snapshots(GOLDEN, writer=False).restore(zeros(golden_state()))
     assert_same(found.state, golden_state())
     assert (found.step, found.loop, found.metrics, found.meta) == (12, {"epoch": 3}, {"loss": 0.25}, ["golden"])
+    assert found.history is None
     assert Snapshots(GOLDEN, writer=False).best() == 12
 
 
+def test_row_18_the_first_format_with_earlier_rows_in_a_file(tmp_path: Path) -> None:
+    root = Path(shutil.copytree(f"{GOLDEN}-rows", tmp_path / "run"))
+    steps = range(1, 41)
+    expected = {
+        "epoch": list(steps),
+        "step": [3 * n for n in steps],
+        "train_loss": [1 / n for n in steps],
+        "val_loss": [None if n % 2 else 0.5 for n in steps],
+    }
+    found = Snapshots(root, writer=False).restore(zeros(golden_state()))
+    assert_same(found.state, golden_state())
+    assert found.history == expected
+    assert found.loop["record"]["epoch"] == 3
+    assert (read_history(root, 12), verify(root, 12)) == (expected, None)
+    flip(root / "rows-1.jsonl")
+    with pytest.raises(errors.Corrupt, match=r"earlier rows of the history: rows-1\.jsonl is not what was written"):
+        Snapshots(root, writer=False).restore(zeros(golden_state()), step=12)
+
+
+def test_row_18_the_second_format_of_several_processes() -> None:
+    root = GOLDEN.with_name("snapshot-format-2")
+    found = Snapshots(root, writer=False).restore(snapshot_cases.small_whole(0))
+    assert_same(found.state, snapshot_cases.small_whole(3))
+    assert (found.step, found.loop, found.meta) == (3, {"epoch": 3, "history": [1.0]}, ["golden"])
+    assert verify(root, 3) is None
+
+
+def test_row_18_damaged_values_of_earlier_formats_are_named(tmp_path: Path) -> None:
+    """Their files with values have no checksum: the leaves have one each."""
+    root = Path(shutil.copytree(GOLDEN.with_name("snapshot-format-2"), tmp_path / "run"))
+    needle = torch.full((6,), 3.0).numpy().tobytes()
+    hit = [path for path in root.glob("**/ocdbt.process_0/d/*") if needle in path.read_bytes()]
+    for path in hit:
+        path.write_bytes(path.read_bytes().replace(needle, b"\1" + needle[1:]))
+    assert hit
+
+    def check() -> None:
+        with pytest.raises(errors.Corrupt, match="the values of params/w are not the saved ones"):
+            Snapshots(root, writer=False).restore(snapshot_cases.small_whole(0), step=3)
+        assert verify(root, 3)
+
+    check()
+    real = manifest.check_values
+    off = lambda path, leaf, piece, *rest, **where: real(path, leaf, piece._replace(crc32=None), *rest, **where)  # noqa: E731
+    with fails_without("purestep.snapshot.manifest.check_values", off):
+        check()
+
+
 def test_row_18_a_newer_format_is_refused_by_name(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    forge(run / str(NEWEST), lambda record: record.update(format=3))
+    forge(run / str(NEWEST), lambda record: record.update(format=4))
 
     def check() -> None:
         with pytest.raises(
-            errors.Mismatch, match=r"format 3, written by a newer purestep.*cure: update your checkout of purestep, and"
+            errors.Mismatch, match=r"format 4, written by a newer purestep.*cure: update your checkout of purestep, and"
         ):
             restored(run)
 
     check()
     assert (run / str(NEWEST)).exists()
-    with fails_without("purestep.snapshot.manifest.FORMAT", 3):
+    with fails_without("purestep.snapshot.manifest.FORMAT", 4):
         check()
 
 
@@ -336,30 +385,6 @@ def test_row_20_names_with_slashes_and_dots_are_distinct(tmp_path: Path) -> None
         snapshots.save(1, state)
         assert_same(snapshots.restore(tree.map(torch.zeros_like, state)).state, state)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
-
-
-def test_row_20_terabytes_are_refused_before_they_are_allocated(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The manifest is right, and the arrays' own metadata are those of a larger one."""
-    values = {"w": ("float32", np.zeros(5000, np.float32)), "b": ("float32", np.zeros(2, np.float32))}
-    orbax_io.write(tmp_path / "other", values, platforms="cpu")
-    step = run / str(NEWEST)
-    shutil.rmtree(step / "state")
-    shutil.copytree(tmp_path / "other" / "state", step / "state")
-    planting.relist(step)
-    read: list[Any] = []
-    monkeypatch.setattr(orbax_io, "read", lambda *args, **kwargs: read.append(args) or {})
-
-    def check() -> None:
-        with pytest.raises(errors.SnapshotError) as caught:
-            Snapshots(run).restore(running.state(0), step=NEWEST)
-        assert read == []
-        assert "own metadata claim [5000]" in str(caught.value)
-
-    check()
-    with fails_without("purestep.snapshot.reader._check_claims"):
-        check()
 
 
 # --- 21 ---------------------------------------------------------------------------------------------------------------

@@ -99,10 +99,11 @@ def test_bytes_then_name_then_directory_reach_the_disk(tmp_path, monkeypatch):
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no FIFOs on this system")
 def test_only_a_regular_file_is_replaced(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path / "pipe", Path("/dev/null"), tmp_path):
-        with pytest.raises(errors.WriteFailed, match="is no regular file and cannot be replaced"):
+    (tmp_path / "link").symlink_to("/dev/stdout")  # which may be a file
+    for path in (tmp_path / "pipe", Path("/dev/null"), tmp_path, tmp_path / "link"):
+        with pytest.raises(errors.WriteFailed, match="is a .* and cannot be replaced"):
             files.write_bytes(path, b"")
-    assert names(tmp_path) == ["pipe"]
+    assert names(tmp_path) == ["link", "pipe"]
 
 
 def test_remove_tree_does_not_follow_links(tmp_path):

@@ -111,7 +111,7 @@ def test_run_epoch_may_be_entered_in_the_middle() -> None:
     program, loader = convnet(), shuffled()
     whole, _ = ps.run_epoch(program.init(), loader, program.train_step, epoch=1)
     cut = DataLoader(loader.dataset, batch_size=4, shuffle=True)
-    half = ps.run_epoch(program.init(), ps.data.limit(ps.data.open_feed(cut), 3), program.train_step, epoch=1)[0]
+    half = ps.run_epoch(program.init(), ps.open_feed(cut, first=3), program.train_step, epoch=1)[0]
     found, _ = ps.run_epoch(half, loader, program.train_step, epoch=1, start=3)
     assert_trees_close(found, whole, exact=True)
 

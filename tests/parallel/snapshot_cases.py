@@ -237,7 +237,9 @@ def disagree(root: str) -> list[str]:
             snapshots.save(4, small(5, mesh))
             snapshots.wait()
             back = snapshots.restore(small(0, mesh), step=3)
-            snapshots.save(4, small(6, mesh))  # archives
+            expect(errors.SnapshotError, "start_over", lambda: snapshots.save(4, small(6, mesh)))
+            assert snapshots.start_over(after=3) == [4]
+            snapshots.save(4, small(6, mesh))
             snapshots.wait()
             assert snapshots.steps() == [3, 4]
             assert (Path(root) / "run" / "4.archived").exists()

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import socket
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -176,16 +175,17 @@ def test_rows_that_are_being_written(ended: Path, tmp_path: Path):
     assert "not a list of rows" in read_run(run).problems[0]
 
 
-def test_a_long_history_and_rows_as_csv(tmp_path: Path):
+def test_a_history_in_a_snapshot_and_rows_as_csv(tmp_path: Path):
     train(tmp_path, 40, sinks=[ps.sinks.csv(tmp_path / "metrics.csv")])
-    assert (tmp_path / "rows-1.jsonl").exists()
     run = read_run(tmp_path, verify=True)
     assert (len(run.history), len(run.lines), run.problems) == (40, 80, [])
     assert run.lines[-1]["step"] == 80
-    (tmp_path / "rows-1.jsonl").unlink()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert "rows-1.jsonl" in " ".join(read_run(tmp_path, verify=True).problems)
+    file = tmp_path / str(run.snapshots[-1].step) / "history.npy"
+    file.write_bytes(file.read_bytes()[:-1] + b"\1")
+    assert read_run(tmp_path).problems == []
+    assert "history.npy: not what was written" in " ".join(read_run(tmp_path, verify=True).problems)
+    file.unlink()
+    assert "history.npy: missing" in " ".join(read_run(tmp_path).problems)
 
 
 def test_wrong_directories_are_named(ended: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

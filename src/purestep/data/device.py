@@ -145,7 +145,7 @@ def _leaf(leaf: Any, fn: Callable[[Any], Any], path: str) -> Any:
         raise DataError(f"a {type(leaf).__name__} cannot be moved: {reason}", where=f"batch{path}") from error
 
 
-def prefetch(batches: Iterator[Batch], device: Device, *, depth: int = 2, name: str = "") -> Iterator[Batch]:
+def prefetch(batches: Iterator[Batch], device: Device, *, depth: int = 2, name: str = "") -> Prefetched:
     """Move batches to the device. On CUDA, copy them ahead of time, from pinned memory on a side stream.
 
     On CUDA the loader runs up to ``depth`` batches ahead. An error of the loader is raised in place of its batch.
@@ -163,52 +163,88 @@ def prefetch(batches: Iterator[Batch], device: Device, *, depth: int = 2, name: 
         >>> list(prefetch(iter([torch.ones(1)]), torch.device("cpu")))
         [tensor([1.])]
     """
-    if device.type != "cuda":
-        return _named((to_device(batch, device) for batch in batches), name)
-    return _named(_ahead(batches, device, depth), name)
+    return Prefetched(batches, device, depth if device.type == "cuda" else 1, name)
 
 
-def _named(batches: Iterator[Batch], name: str) -> Iterator[Batch]:
-    """Yield the batches; add the name of the loader to errors that have a path in a batch."""
-    try:
-        yield from batches
-    except DataError as error:
-        if not name or not error.where.startswith("batch"):
-            raise
-        raise DataError(error.what, where=f"{name}, {error.where}", hint=error.hint) from error
+class Prefetched(Iterator[Batch]):
+    """The batches of `prefetch`.
+
+    Example:
+        >>> letters = Prefetched(iter("ab"), torch.device("cpu"), 1, "train")
+        >>> letters.more(), list(letters), letters.more()
+        (True, ['a', 'b'], False)
+    """
+
+    def __init__(self, batches: Iterator[Batch], device: Device, depth: int, name: str) -> None:
+        self._batches = batches
+        self._device = device
+        self._depth = depth
+        self._name = name
+        self._ready: deque[_Copied] = deque()
+        self._failed: Exception | None = None
+        self._has_ended = False
+
+    def __next__(self) -> Batch:
+        self._fill(self._depth)
+        if self._ready:
+            return self._arrived(*self._ready.popleft())
+        if self._failed is None:
+            raise StopIteration
+        try:
+            raise self._failed
+        finally:
+            self._failed = None  # its traceback holds this object
+
+    def more(self) -> bool:
+        """True if there is another batch, or an error in its place."""
+        self._fill(1)
+        return bool(self._ready) or self._failed is not None
+
+    def close(self) -> None:
+        """Close the source."""
+        close = getattr(self._batches, "close", None)
+        if close is not None:
+            close()
+
+    def _fill(self, count: int) -> None:
+        while not self._has_ended and len(self._ready) < count:
+            try:
+                batch = next(self._batches)
+                self._ready.append(self._sent(batch))
+            except StopIteration:
+                self._has_ended = True
+            except Exception as error:  # raised after the batches before: a run that ends there does not need it
+                self._has_ended, self._failed = True, error
+
+    def _sent(self, batch: Batch) -> _Copied:
+        try:
+            if self._device.type == "cuda":
+                return _copied(batch, self._device, _stream(self._device))
+            return _Copied(to_device(batch, self._device), None)
+        except DataError as error:
+            raise self._named(error) from error
+
+    def _arrived(self, batch: Batch, event: torch.cuda.Event | None) -> Batch:
+        if event is None:
+            return batch
+        current = torch.cuda.current_stream(self._device)
+        current.wait_event(event)
+        # The allocator must not reuse this memory on the side stream before the consumer has finished.
+        _mapped(batch, partial(_recorded, current), "")
+        try:
+            return to_device(batch, self._device)  # other leaves than tensors and arrays could not be recorded
+        except DataError as error:
+            raise self._named(error) from error
+
+    def _named(self, error: DataError) -> DataError:
+        """The error with the name of the loader before its path."""
+        where = f"{self._name}, {error.where}" if self._name else error.where
+        return DataError(error.what, where=where, hint=error.hint)
 
 
 class _Copied(NamedTuple):
     batch: Batch
-    event: torch.cuda.Event | None  # None: nothing was copied
-
-
-def _ahead(batches: Iterator[Batch], device: Device, depth: int) -> Iterator[Batch]:
-    stream = _stream(device)
-    ready: deque[_Copied] = deque()
-    failed: Exception | None = None
-    more = True
-    while more or ready:
-        while more and len(ready) < depth:
-            try:
-                ready.append(_copied(next(batches), device, stream))
-            except StopIteration:
-                more = False
-            except Exception as error:  # raised below, after the earlier batches
-                more, failed = False, error
-        if ready:
-            batch, event = ready.popleft()
-            if event is None:
-                yield batch
-                continue
-            current = torch.cuda.current_stream(device)
-            current.wait_event(event)
-            # The allocator must not reuse this memory on the side stream before the consumer has finished.
-            _mapped(batch, partial(_recorded, current), "")
-            # Other leaves than tensors and arrays could not be recorded, so they move here.
-            yield to_device(batch, device)
-    if failed is not None:
-        raise failed
+    event: torch.cuda.Event | None  # None: nothing was copied ahead
 
 
 @functools.cache

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import copy
 import logging
+import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from itertools import islice
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
+
+from .. import tree as trees
 from ..errors import ConfigError, DataError, Mismatch, PurestepError
 from ..state import is_number, whole
 from ..types import Batch
-from .equality import same
-
-Resume: TypeAlias = Literal["skip", "state", "replay", "none"]
-"""How to resume inside an epoch: skip indices, load the loader's state, load and drop batches, or not at all."""
 
 _log = logging.getLogger("purestep")
 _SHOWN = 16  # indices shown in a message
@@ -27,13 +29,9 @@ class Feed(ABC):
     Args:
         name: the name of the loader, for messages.
         length: ``len(loader)``, or None. It may be wrong; an epoch ends when the batches end.
-        resume: how to resume inside an epoch.
         facts: name -> number or text; a restored position must have the same facts.
         exact: True if every epoch has exactly ``length`` batches.
     """
-
-    ends: Callable[[int], int | None] = staticmethod(lambda epoch: None)
-    """``ends(epoch)`` is the number of batches after which an epoch stops early (see `limit`), or None."""
 
     repeats: bool = False
     """True if every pass over an epoch starts at the same place, for evaluation."""
@@ -41,24 +39,57 @@ class Feed(ABC):
     is_divided: bool = False
     """True if the batches are the shares of one of several processes."""
 
-    _first_batch: Any = None  # of the first pass, in a tuple, if `repeats`
+    _first: int | None = None  # an epoch stops after this number of batches
+    _share: float | None = None  # of the length, if `_first` is that
+    _is_held: bool = False  # every epoch has the first batches of the first epoch
+    _held: list[Batch] | None = None  # these batches, when they are loaded
+    _first_pass: int | None = None  # hash of the first batch of the first pass, if `repeats`
+    _begun: tuple[int, int] | None = None  # the epoch that began last, and the hash of its first batch
+    _expected: tuple[int, int] | None = None  # the same of an interrupted run
+    _has_warned: bool = False
 
-    def __init__(
-        self, *, name: str, length: int | None, resume: Resume, facts: Mapping[str, Any], exact: bool = False
-    ) -> None:
+    def __init__(self, *, name: str, length: int | None, facts: Mapping[str, Any], exact: bool = False) -> None:
         self.name = name
         self.length = length
         self.exact = exact and length is not None
-        self.resume: Resume = resume
         self.facts = dict(facts)
 
     @abstractmethod
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
         """The batches of an epoch from ``start`` on, with the loader's own errors."""
 
+    def cut(self, first: int | float, *, hold: bool = False) -> Feed:
+        """A feed of the same loader with the first batches of each epoch alone; see `open_feed`.
+
+        Raises:
+            ConfigError: ``first`` is no number of batches, or it is a share and the loader has no length.
+        """
+        if not is_number(first) or first <= 0 or (isinstance(first, float) and not first <= 1):
+            hint = "overfit_batches=1" if hold else "pass 100 (batches) or 0.25 (a quarter of the epoch)"
+            raise ConfigError(f"{first!r} batches{' to overfit' * hold}", where=self.name, hint=hint)
+        if isinstance(first, float) and not self.length:
+            what = f'limit_batches={{"{self.name}": {first}}} needs len(loader), and the loader {self.name!r} has none'
+            raise ConfigError(what, where="fit", hint=f'pass a number of batches: limit_batches={{"{self.name}": 100}}')
+        if first == 1.0 and isinstance(first, float) and not hold:
+            return self
+        found = copy.copy(self.in_order() if hold else self)
+        found._held = None
+        found._is_held = hold or found._is_held
+        found._share = first if isinstance(first, float) else None
+        count = max(1, whole(first * (self.length or 1))) if isinstance(first, float) else first
+        found._first = count if found._first is None else min(count, found._first)
+        found.length = found._first if found.length is None else min(found._first, found.length)
+        if hold:
+            found.facts = {**found.facts, "overfit": count}
+        else:
+            found.facts = {**found.facts, "limit": first if found._share and not found.exact else count}
+        return found
+
     def count(self, epoch: int) -> int | None:
         """The number of batches of an epoch, or None if it is uncertain."""
         del epoch
+        if self._is_held:
+            return len(self._batches_held())
         return self.length if self.exact else None
 
     def in_order(self) -> Feed:
@@ -90,17 +121,15 @@ class Feed(ABC):
             start: the number of batches of this epoch to skip, >= 0.
 
         Raises:
-            DataError: the loader is empty, exhausted or raises, or it cannot start inside an epoch. Messages count
-                epochs and batches from 1.
+            DataError: the loader is empty, exhausted or raises. Messages count epochs and batches from 1.
             Mismatch: ``start`` is after the end of the epoch.
             ConfigError: a number is negative.
         """
         if epoch < 0 or start < 0:
             raise ConfigError(f"epoch={epoch}, start={start}: both must be at least 0", where=self.name)
-        if start:
-            self.require_resume()
-        if self.exact:
-            self._check_start(epoch, start, self.length or 0)
+        most = self.length if self.exact else self._first
+        if most is not None:
+            self._check_start(epoch, start, most)
         return self._named(epoch, start)
 
     def _check_start(self, epoch: int, start: int, found: int) -> None:
@@ -122,10 +151,13 @@ class Feed(ABC):
         return batches
 
     def _named(self, epoch: int, start: int) -> Generator[Batch]:
-        number = start
+        if self._is_held:
+            yield from self._batches_held()[start:]
+            return
+        number, first = start, self._first
         batches = self._batches(epoch, start)
         try:
-            while True:
+            while first is None or number < first:
                 try:
                     batch = next(batches)
                 except StopIteration:
@@ -135,30 +167,56 @@ class Feed(ABC):
                 except Exception as error:
                     raise self._failure(error, epoch, number) from error
                 if number == 0 and self.repeats:
-                    self._check_first(batch)
+                    self._check_pass(batch)
                 number += 1
                 yield batch
         finally:
             close = getattr(batches, "close", None)
             if close is not None:
                 close()
-        if number == 0:
+        if number == first:
+            self.left(epoch, number)
+        elif number == 0:
             raise self._nothing(epoch)
+        elif self._share is not None:
+            _log.warning(
+                "%s: %g of an epoch was %d batches, but the epoch ended after %d: len(loader) is wrong (cure: pass "
+                "limit_batches=%d, a number of batches)",
+                *(self.name, self._share, first, number, number),
+            )
 
-    def _check_first(self, batch: Batch) -> None:
+    def _batches_held(self) -> list[Batch]:
+        if self._held is None:
+            whole = copy.copy(self)
+            whole._is_held = False
+            self._held = list(whole.epoch(0))
+            self.close()
+        return self._held
+
+    def _check_pass(self, batch: Batch) -> None:
         """Warn once if a pass starts with another batch than the first pass."""
-        if self._first_batch is None:
-            try:
-                self._first_batch = (copy.deepcopy(batch),)
-            except Exception:  # an object that cannot be copied is not compared
-                self._first_batch = ()
-        elif self._first_batch and not same(self._first_batch[0], batch):
-            self._first_batch = ()
+        found = fingerprint(batch)
+        if self._first_pass is None:
+            self._first_pass = found
+        elif self._first_pass != found and not self._has_warned:
+            self._has_warned = True
             _log.warning(
                 "%s: this pass starts with another batch than the first pass, so its metrics are not of the same data "
                 "(cure: restart in __iter__, or define state_dict() and load_state_dict(); draw from torch's, numpy's "
                 "or Python's global generator)",
                 self.name,
+            )
+
+    def _check_begun(self, epoch: int, found: int) -> None:
+        """Warn if a resumed epoch begins with another batch than it did in the interrupted run."""
+        expected, self._expected, self._begun = self._expected, None, (epoch, found)
+        if expected is not None and expected[0] == epoch and expected[1] != found:
+            _log.warning(
+                "%s: epoch %d begins with another batch than in the interrupted run, so the resumed run is not the "
+                "same bit for bit: the order is no function of seed and epoch (cure: define state_dict() and "
+                "load_state_dict(); or draw from torch's, numpy's or Python's global generator in set_epoch and "
+                "__iter__)",
+                *(self.name, epoch + 1),
             )
 
     def indices(self, epoch: int, batch: int) -> list[Any] | None:
@@ -179,8 +237,10 @@ class Feed(ABC):
             >>> open_feed([1, 2, 3]).position(0, 2)
             {'facts': {'kind': 'sequence', 'batches': 3}}
         """
-        del epoch, consumed  # The order follows from (seed, epoch, start), which the caller stores.
-        return {"facts": self.facts}
+        del consumed  # The order follows from (seed, epoch, start), which the caller stores.
+        begun = self._expected or self._begun
+        begun = None if begun is None or begun[0] != epoch else begun
+        return {"facts": self.facts} if begun is None else {"facts": self.facts, "begun": list(begun)}
 
     def restore(self, position: Mapping[str, Any]) -> None:
         """Check a stored position against this loader and restore it.
@@ -191,6 +251,8 @@ class Feed(ABC):
         stored = dict(position.get("facts", {}))
         if "batches" not in self.facts:
             stored.pop("batches", None)  # an earlier version stored this hint as a fact
+        begun = position.get("begun")
+        self._expected = None if begun is None else (int(begun[0]), int(begun[1]))
         differing = [key for key in {**stored, **self.facts} if stored.get(key) != self.facts.get(key)]
         if differing:
             changes = ", ".join(f"{key} was {stored.get(key)!r} and is {self.facts.get(key)!r}" for key in differing)
@@ -199,16 +261,6 @@ class Feed(ABC):
                 where=self.name,
                 hint="resume with the same loader, or start a new run from the restored state: "
                 "fit(snapshots.restore(state).state, ..., resume=None)",
-            )
-
-    def require_resume(self) -> None:
-        """Raise `DataError` if the loader cannot start inside an epoch."""
-        if self.resume == "none":
-            raise DataError(
-                "cannot start inside an epoch: the loader has neither indices nor state_dict()",
-                where=self.name,
-                hint="give the loader state_dict() and load_state_dict(), use a map-style dataset, or pass "
-                "ps.open_feed(loader, replay=True), which loads the consumed batches again and drops them",
             )
 
     def left(self, epoch: int, consumed: int) -> None:
@@ -252,134 +304,32 @@ def _cure(message: str) -> str:
     return ""
 
 
-class _Limited(Feed):
-    def __init__(self, feed: Feed, amount: int | float) -> None:
-        whole = feed.length
-        first = amount if isinstance(amount, int) else share(amount, whole or 1)
-        length = first if whole is None else min(first, whole)
-        facts = {**feed.facts, "limit": first if feed.exact else amount}
-        super().__init__(name=feed.name, length=length, resume=feed.resume, facts=facts, exact=feed.exact)
-        self._feed = feed
-        self.is_divided = feed.is_divided
-        self._amount = amount
-        feed.ends = self._last
+def fingerprint(batch: Any) -> int:
+    """A hash of the tensors, arrays, numbers and texts of a batch, or of indices. Objects of other types do not count.
 
-    def count(self, epoch: int) -> int | None:
-        whole = self._feed.count(epoch)
-        return None if whole is None else min(self._last(epoch), whole)
-
-    def _last(self, epoch: int) -> int:
-        """The number of batches; a share is of the exact number of batches if that is known, else of ``length``."""
-        if isinstance(self._amount, int):
-            return self._amount
-        return share(self._amount, self._feed.count(epoch) or self._feed.length or 1)
-
-    def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        last = self._last(epoch)
-        self._check_start(epoch, start, last)
-        consumed = start
-        if start < last:
-            for batch in islice(self._feed.epoch(epoch, start), last - start):
-                consumed += 1
-                yield batch
-        if consumed == last:
-            self._feed.left(epoch, consumed)
-        elif not isinstance(self._amount, int):
-            _log.warning(
-                "%s: %g of an epoch was %d batches, but the epoch ended after %d: len(loader) is wrong (cure: pass "
-                "limit_batches=%d, a number of batches)",
-                *(self.name, self._amount, last, consumed, consumed),
+    Example:
+        >>> fingerprint([torch.tensor([1]), "a"]) == fingerprint([torch.tensor([1]), "b"])
+        False
+    """
+    found = 0
+    for leaf in trees.leaves(trees.dicts(batch, where=None)):
+        if isinstance(leaf, Tensor):
+            if leaf.layout is not torch.strided or leaf.is_quantized or leaf.device.type == "meta":
+                continue
+            raw = (
+                leaf.detach()
+                .resolve_conj()
+                .resolve_neg()
+                .cpu()
+                .contiguous()
+                .view(-1)
+                .view(torch.uint8)
+                .numpy()
+                .tobytes()
             )
-
-    def indices(self, epoch: int, batch: int) -> list[Any] | None:
-        return self._feed.indices(epoch, batch)
-
-    def order(self, epoch: int, batch: int) -> int:
-        return self._feed.order(epoch, batch)
-
-    def position(self, epoch: int, consumed: int) -> dict[str, Any]:
-        return {**self._feed.position(epoch, consumed), "facts": self.facts}
-
-    def restore(self, position: Mapping[str, Any]) -> None:
-        super().restore(position)
-        self._feed.restore({**position, "facts": self._feed.facts})
-
-    def close(self) -> None:
-        self._feed.close()
-
-
-def limit(feed: Feed, amount: int | float) -> Feed:
-    """Limit every epoch of a feed to its first batches.
-
-    Args:
-        feed: the feed to limit.
-        amount: a number of batches (int, >= 1) or a share of the epoch (float in (0, 1]; at least one batch). The share
-            is of the epoch's batches if the feed can count them without loading, else of its length.
-
-    Raises:
-        ConfigError: the amount is no such number, or it is a share and the loader has no length.
-
-    Example:
-        >>> from purestep.data import open_feed
-        >>> list(limit(open_feed([1, 2, 3, 4]), 0.5).epoch(0))
-        [1, 2]
-    """
-    if not is_number(amount) or amount <= 0 or (isinstance(amount, float) and not amount <= 1):
-        hint = "pass 100 (batches) or 0.25 (a quarter of the epoch)"
-        raise ConfigError(f"{amount!r} batches", where=feed.name, hint=hint)
-    if isinstance(amount, float) and not feed.length:
-        what = f'limit_batches={{"{feed.name}": {amount}}} needs len(loader), and the loader {feed.name!r} has none'
-        raise ConfigError(what, where="fit", hint=f'pass a number of batches: limit_batches={{"{feed.name}": 100}}')
-    return feed if amount == 1.0 and isinstance(amount, float) else _Limited(feed, amount)
-
-
-def share(amount: float, count: int) -> int:
-    """A share of ``count`` batches, rounded down, at least 1.
-
-    Example:
-        >>> share(0.29, 100), share(0.01, 3)
-        (29, 1)
-    """
-    return max(1, whole(amount * count))
-
-
-class _Fixed(Feed):
-    def __init__(self, feed: Feed, count: int) -> None:
-        length = count if feed.length is None else min(count, feed.length)
-        super().__init__(name=feed.name, length=length, resume="skip", facts={**feed.facts, "overfit": count})
-        self._feed = feed
-        self.is_divided = feed.is_divided
-        self._count = count
-        self._held: list[Batch] | None = None
-        feed.ends = lambda epoch: count
-
-    def count(self, epoch: int) -> int | None:
-        return len(self._batches_held())
-
-    def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        held = self._batches_held()
-        self._check_start(epoch, start, len(held))
-        return iter(held[start:])
-
-    def _batches_held(self) -> list[Batch]:
-        if self._held is None:
-            self._held = list(islice(self._feed.epoch(0), self._count))
-            self._feed.close()
-        return self._held
-
-    def indices(self, epoch: int, batch: int) -> list[Any] | None:
-        return self._feed.indices(0, batch)
-
-    def close(self) -> None:
-        self._feed.close()
-
-
-def hold(feed: Feed, count: int) -> Feed:
-    """The first ``count`` batches of the first epoch, loaded once, for every epoch.
-
-    Raises:
-        ConfigError: ``count`` is less than 1.
-    """
-    if count < 1:
-        raise ConfigError(f"{count} batches to overfit", where=feed.name, hint="overfit_batches=1")
-    return _Fixed(feed, count)
+        elif isinstance(leaf, np.ndarray):
+            raw = leaf.tobytes() if leaf.dtype.kind in "biufc" else b""
+        else:
+            raw = repr(leaf).encode() if isinstance(leaf, bool | int | float | str | bytes) else b""
+        found = zlib.crc32(raw, found)
+    return found

@@ -1,26 +1,28 @@
-"""Feeds of loaders without indices: sequences of batches, iterables, and loaders with ``state_dict``."""
+"""Feeds of loaders without indices: sequences of batches, iterables, iterators, and loaders with ``state_dict``."""
 
 from __future__ import annotations
 
 import copy
 import itertools
 import logging
-from collections import OrderedDict
+import zlib
+from array import array
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+from torch import Tensor
 
 from ..errors import DataError
 from ..rng import mix
 from ..types import Batch
-from . import random_state
-from . import state_json as position
-from .attribute_state import Attributes, closed_over, write
-from .feed import Feed, Resume
-from .peeking import Ahead
+from . import random_state, state_json
+from .feed import Feed, fingerprint
 
 _log = logging.getLogger("purestep")
-_REMEMBERED = 64  # stored states: more than any prefetching depth
+_REMEMBERED = 8  # stored states: more than any prefetching depth
+_END: Any = object()
 
 
 class SequenceFeed(Feed):
@@ -30,7 +32,6 @@ class SequenceFeed(Feed):
         super().__init__(
             name=name,
             length=len(batches),
-            resume="skip",
             facts={"kind": "sequence", "batches": len(batches)},
             exact=True,
         )
@@ -40,91 +41,14 @@ class SequenceFeed(Feed):
         return (self._source[index] for index in range(start, len(self._source)))
 
 
-class EpochState:
-    """Attributes of a loader that change from epoch to epoch. They are part of the position, and are restored when an
-    epoch is repeated.
-
-    Args:
-        owners: the objects that are iterated or called in an epoch.
-        name: the name of the loader, for messages.
-    """
-
-    def __init__(self, owners: Sequence[Any], *, name: str) -> None:
-        self._owners = owners
-        self._name = name
-        self._first = self._begun = Attributes(*owners)
-        self._closed_over = SimpleNamespace(**closed_over(*owners))
-        self._in_closures = Attributes(self._closed_over)
-        self._entered = -1
-        self._kept: Any = None  # JSON of the attributes at the start of the last epoch; None: unchanged
-        self._restored: list[Any] | None = None  # [epoch, its attributes as JSON]
-        self._has_warned = False
-
-    def position(self, epoch: int) -> dict[str, Any]:
-        """The attributes as part of a position."""
-        if self._restored is not None:  # saved again before the first batch
-            return {"attributes": self._restored}
-        kept = self._kept if epoch == self._entered else self._encoded()
-        return {} if kept is None else {"attributes": [epoch, kept]}
-
-    def restore(self, found: Mapping[str, Any]) -> None:
-        """Restore this part of a position."""
-        self._restored = found.get("attributes")
-
-    def enter(self, epoch: int, *, warn: bool) -> None:
-        """Restore the attributes at the start of this epoch, or record them if the epoch is new.
-
-        Args:
-            epoch: 0-based.
-            warn: warn of state that no position can store: an iterator, or what an earlier epoch changed in a closure.
-        """
-        restored, self._restored = self._restored, None
-        if restored is not None:
-            write(self._owners, position.decode(restored[1]))
-        elif epoch <= self._entered:
-            (self._begun if epoch == self._entered else self._first).restore()
-        self._entered = epoch
-        self._begun, self._kept = Attributes(*self._owners), self._encoded()
-        if warn and not self._has_warned:
-            self._warn_of_lost()
-
-    def _warn_of_lost(self) -> None:
-        """Warn once of state that no position can store."""
-        found = [each for owner in self._owners for each in random_state.outside(owner).items()]
-        iterators = [name for name, value in found if _is_iterator(value)] + self._first.iterators()
-        vars(self._closed_over).update(closed_over(*self._owners))
-        changed = [name for name in self._in_closures.changed() if name not in iterators]
-        self._has_warned = bool(iterators or changed)
-        if iterators:
-            _log.warning(
-                "%s: the iterator %s outlives an epoch, and a snapshot cannot store it: a resumed run will not load "
-                "the same batches (cure: create it in __iter__, or define state_dict() and load_state_dict())",
-                *(self._name, ", ".join(iterators)),
-            )
-        elif changed:
-            _log.warning(
-                "%s: an epoch changes %s in a closure, and a snapshot cannot store it: if batches depend on it, a "
-                "resumed run will not load the same ones (cure: keep it in attributes)",
-                *(self._name, ", ".join(changed)),
-            )
-
-    def _encoded(self) -> Any:
-        values = self._first.values()
-        return position.encode(values, where=self._name, path="attributes") if values else None
-
-
-def _is_iterator(value: Any) -> bool:
-    return not isinstance(value, random_state.KINDS)
-
-
 class IterableFeed(Feed):
     """An iterable that is iterated once per epoch. To start inside an epoch, it loads and drops batches.
 
     Args:
         source: ``source(epoch)`` returns the iterator of an epoch; it runs under the random seed of that epoch.
-        owners: the iterated object, whose generators are seeded, and the objects that it calls.
+        owners: the iterated object, whose generators are seeded, and the objects that it calls in this process.
         name, seed: as in `open_feed`.
-        length, resume: as in `Feed`.
+        length: as in `Feed`.
         announce: called with the epoch before it starts.
     """
 
@@ -136,38 +60,142 @@ class IterableFeed(Feed):
         name: str,
         seed: int,
         length: int | None,
-        resume: Resume,
         announce: Callable[[int], None],
     ) -> None:
-        super().__init__(name=name, length=length, resume=resume, facts={"kind": "iterable", "seed": seed})
+        super().__init__(name=name, length=length, facts={"kind": "iterable", "seed": seed})
         self._source = source
-        self._owner = owners[0]
+        self._owners = owners
         self._seed = seed
         self._announce = announce
-        self._epoch_state = EpochState(owners, name=name)
-
-    def position(self, epoch: int, consumed: int) -> dict[str, Any]:
-        """As `Feed.position`, with the attributes that have changed, as they were at the start of the epoch."""
-        return {**super().position(epoch, consumed), **self._epoch_state.position(epoch)}
-
-    def restore(self, position: Mapping[str, Any]) -> None:
-        super().restore(position)
-        self._epoch_state.restore(position)
+        self._entered: dict[str, Any] | None = None  # what the first epoch may change, as it was at its start
+        self._is_checked = False
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        self._epoch_state.enter(epoch, warn=self.resume != "none" and not self.repeats)
-        self._announce(epoch)
-        seed = mix(self._seed, "order", epoch)
         log_dropped(self.name, epoch, start)
-        own = random_state.own(self._owner)
-        with random_state.scoped(seed, own):
-            iterator = self._source(epoch)
+        seed, own = mix(self._seed, "order", epoch), random_state.own(*self._owners[:1])
+        iterator, found = self._enter(epoch, seed, own), 0
         try:
-            yield from self._after(scoped(iterator, seed, own=own), epoch, start)
+            for number, batch in enumerate(scoped(iterator, seed, own=own)):
+                if not number and not self.repeats:
+                    self._check_begun(epoch, fingerprint(batch))
+                if number >= start:
+                    yield batch
+                found = number + 1
+            self._check_start(epoch, start, found)
         finally:
             close = getattr(iterator, "close", None)
             if callable(close):
                 close()
+
+    def _enter(self, epoch: int, seed: int, own: Mapping[str, Any]) -> Iterator[Batch]:
+        """Start an epoch. Warn before the second one if the first one has changed the loader."""
+        before = self._changing()
+        self._announce(epoch)
+        announced = self._changing()
+        with random_state.scoped(seed, own):
+            iterator = self._source(epoch)
+        if self._is_checked or self.repeats:
+            return iterator
+        now = self._changing()
+        self._is_checked = self._entered is not None
+        then, self._entered = now if self._entered is None else self._entered, now
+        changed: list[str] = []
+        for path, value in now.items():
+            # A new iterator in each epoch is no change; one that outlives an epoch is.
+            is_other = (then.get(path) is value) if isinstance(value, Iterator) else (then.get(path) != value)
+            is_told = before.get(path) != announced.get(path) or path.rpartition("/")[0] in changed
+            if self._is_checked and is_other and not is_told:
+                changed.append(path)
+        if changed:
+            _log.warning(
+                "%s: an epoch changes %s, which a snapshot does not store: if the next epoch depends on it, a resumed "
+                "run will not load the same batches (cure: define state_dict() and load_state_dict(); or restart in "
+                "__iter__, and keep no state from epoch to epoch but the number that set_epoch gives)",
+                *(self.name, ", ".join(changed)),
+            )
+        return iterator
+
+    def _changing(self) -> dict[str, Any]:
+        """Numbers, texts, iterators, short arrays and the order of lists in the attributes of the owners."""
+        if self._is_checked or self.repeats:
+            return {}
+        return {
+            path: _summary(value)
+            for path, value in random_state.attributes(*self._owners)
+            if not isinstance(value, random_state.KINDS)
+        }
+
+    def _nothing(self, epoch: int) -> DataError:
+        return super()._nothing(epoch) if self._begun is None else _used_up(self.name, epoch)
+
+
+def _summary(value: Any) -> Any:
+    """A value to compare: what an epoch may change in place, or the type of an object that it does not count."""
+    if value is None or isinstance(value, bool | int | float | str | bytes):
+        return value if value == value else "nan"
+    if isinstance(value, list | deque):
+        return zlib.crc32(array("q", map(id, cast("list[Any]", value))))
+    if isinstance(value, Tensor | np.ndarray) and value.ndim <= 1 and value.shape[0:1] < (1 << 24,):
+        return fingerprint(value)
+    return value if isinstance(value, Iterator) else type(value)
+
+
+class IteratorFeed(Feed):
+    """An iterator, such as a generator: one epoch, or an endless one that ``first`` cuts into epochs.
+
+    A resumed run loads all batches since its beginning and drops them.
+
+    Args:
+        iterator: the iterator.
+        name, seed: as in `open_feed`.
+    """
+
+    def __init__(self, iterator: Iterator[Batch], *, name: str, seed: int) -> None:
+        super().__init__(name=name, length=None, facts={"kind": "iterator", "seed": seed})
+        self._iterator = iterator
+        self._seed = seed
+        self._given = 0  # batches since the beginning
+        self._starts: dict[int, int] = {}  # epoch -> batches before it
+        self._restored: int | None = None  # batches of the interrupted run
+
+    def position(self, epoch: int, consumed: int) -> dict[str, Any]:
+        given = self._starts.get(epoch, self._given) + consumed if self._restored is None else self._restored
+        return {**super().position(epoch, consumed), "given": given}
+
+    def restore(self, position: Mapping[str, Any]) -> None:
+        super().restore(position)
+        self._restored = position["given"]
+
+    def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
+        restored, self._restored = self._restored, None
+        if self._given and self.repeats:
+            raise self._nothing(epoch)
+        if restored is None and (start if self._given else epoch):
+            raise DataError(
+                f"the iterator cannot return to batch {start + 1} of epoch {epoch + 1}",
+                where=self.name,
+                hint="pass a loader that can be iterated again: a DataLoader, a list, a class with __iter__",
+            )
+        dropped = start if restored is None else restored
+        log_dropped(self.name, epoch, dropped)
+        seed = mix(self._seed, "order", 0)
+        rest = scoped(self._iterator, seed, self._given, random_state.own(self._iterator))
+        self._given += dropped
+        self._starts = {epoch: self._given - start}
+        for batch in self._after(rest, epoch, dropped):
+            self._given += 1
+            yield batch
+
+    def _nothing(self, epoch: int) -> DataError:
+        return _used_up(self.name, epoch) if self._given else super()._nothing(epoch)
+
+
+def _used_up(name: str, epoch: int) -> DataError:
+    return DataError(
+        f"no batch is left for epoch {epoch + 1}: the iterator can run only one epoch",
+        where=name,
+        hint="pass the loader itself instead of iter(loader), or list(batches)",
+    )
 
 
 def scoped(
@@ -183,10 +211,18 @@ def scoped(
         yield batch
 
 
-def log_dropped(name: str, epoch: int, start: int) -> None:
+def log_dropped(name: str, epoch: int, count: int) -> None:
     """Log the number of batches that are loaded and dropped."""
-    if start:
-        _log.info("%s: loads and drops %d batches to resume inside epoch %d", name, start, epoch + 1)
+    if count:
+        _log.info("%s: loads and drops %d batches to resume inside epoch %d", name, count, epoch + 1)
+
+
+class _Place(NamedTuple):
+    """A place between two batches of a loader with a state."""
+
+    state: Any  # of the loader, or None at its first start
+    ended: bool = False  # the epoch ends here; the state may not show it
+    left: bool = False  # the epoch before stopped early, and the next one starts here
 
 
 class StatefulFeed(Feed):
@@ -195,7 +231,6 @@ class StatefulFeed(Feed):
     Args:
         source: ``source(epoch)`` returns the iterator of an epoch.
         owner: the object with the two methods: the loader or its dataset.
-        others: objects that are read meanwhile and are not part of that state.
         name, seed: as in `open_feed`.
         length: as in `Feed`.
         announce: called with the epoch before it starts.
@@ -205,25 +240,21 @@ class StatefulFeed(Feed):
         self,
         source: Callable[[int], Iterator[Batch]],
         owner: Any,
-        others: Sequence[Any] = (),
         *,
         name: str,
         seed: int,
         length: int | None,
         announce: Callable[[int], None],
     ) -> None:
-        super().__init__(name=name, length=length, resume="state", facts={"kind": "state"})
+        super().__init__(name=name, length=length, facts={"kind": "state"})
         self._source = source
         self._owner = owner
         self._seed = seed
         self._announce = announce
-        self._others = others
-        self._epoch_state = EpochState(others, name=name)
-        self._states: OrderedDict[tuple[int, int], Any] = OrderedDict()
-        self._restored: Any = None
-        self._after_left: int | None = None  # an epoch whose predecessor stopped early
-        self._ended: tuple[int, int] | None = None  # where an epoch ended; its state may not show it
-        self._running: Ahead[Batch] | None = None  # the epoch that is running
+        self._places: OrderedDict[tuple[int, int], _Place] = OrderedDict()
+        self._restored: _Place | None = None  # the place to start from
+        self._running: Iterator[Batch] = iter(())  # the epoch that is running
+        self._read_ahead: list[Any] = []  # its next batch, error or end, which `position` has read
         self._yielded = (-1, -1)  # the epoch and the number of batches yielded from it
         self._initial: Any = None  # the state at the start of every pass, if `repeats`
 
@@ -234,109 +265,98 @@ class StatefulFeed(Feed):
         Raises:
             DataError: the state at this position is no longer stored, or cannot be stored as JSON.
         """
-        if self._running is not None and self._yielded == (epoch, consumed) and not self._running.more():
-            self._ended = epoch, consumed
-        stored = self._states.get((epoch, consumed))
-        if stored is None and self._restored is not None:  # saved again before the first batch
-            stored = position.decode(self._restored)
-        if stored is None and consumed:
+        if self._yielded == (epoch, consumed) and not self._read_ahead:
+            try:
+                self._read_ahead.append(next(self._running, _END))
+            except Exception as error:  # raised in place of its batch, if the run comes to it
+                self._read_ahead.append(error)
+        place = self._places.get((epoch, consumed), self._restored or (None if consumed else _Place(None)))
+        if place is None:
             raise DataError(
                 f"the state after batch {consumed} of epoch {epoch + 1} is no longer stored", where=self.name
             )
-        found = {**super().position(epoch, consumed), "state": position.encode(stored, where=self.name)}
-        found.update(self._epoch_state.position(epoch))
-        if self._ended == (epoch, consumed):
-            found["ended"] = [epoch, consumed]
-        return found if self._after_left is None else {**found, "after_left": self._after_left}
+        found = {**super().position(epoch, consumed), "state": state_json.encode(place.state, where=self.name)}
+        return found | {"ended": place.ended, "left": place.left}
 
     def restore(self, position: Mapping[str, Any]) -> None:
         super().restore(position)
-        self._restored = position.get("state")
-        self._epoch_state.restore(position)
-        self._after_left = position.get("after_left")
-        self._ended = None if (ended := position.get("ended")) is None else (ended[0], ended[1])
+        self._places.clear()
+        self._restored = _Place(state_json.decode(position["state"]), position["ended"], position["left"])
 
     def left(self, epoch: int, consumed: int) -> None:
-        if self.repeats:
-            return
-        if self._restored is not None:  # the epoch stops where it started: the state was not loaded yet
-            self._keep(epoch, consumed, position.decode(self._restored))
-        self._keep(epoch + 1, 0, self._states.get((epoch, consumed)))
-        self._after_left = epoch + 1
+        place = self._places.get((epoch, consumed), self._restored)
+        if place is not None and not self.repeats:
+            self._restored = None
+            self._keep(epoch + 1, 0, _Place(place.state, left=True))
 
     def close(self) -> None:
         if self._initial is not None:
             self._owner.load_state_dict(copy.deepcopy(self._initial[0]))
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        if start and (epoch, start) == self._ended:
-            # The state is that of an ended epoch: the next epoch loads it, and `position` may need it before.
-            if self._restored is not None:
-                ended = position.decode(self._restored)
-                self._keep(epoch, start, ended)
-                self._keep(epoch + 1, 0, ended)
+        place = self._places.get((epoch, start), self._restored)
+        if start and place is not None and place.ended:
+            self._restored = _Place(place.state)  # for the next epoch
+            self._keep(epoch, start, place)
             return
+        self._running, self._read_ahead = self._read(epoch, start), []
         try:
-            self._running = Ahead(self._read(epoch, start))
-            for number, batch in enumerate(self._running, start + 1):
+            for number in itertools.count(start + 1):
+                batch = self._read_ahead.pop() if self._read_ahead else next(self._running, _END)
+                if batch is _END:
+                    return
+                if isinstance(batch, Exception):
+                    raise batch
                 self._yielded = epoch, number
                 yield batch
         finally:
-            self._running = None  # an interrupted epoch has not ended
+            self._running = iter(())
+            self._yielded = (-1, -1)  # an interrupted epoch has not ended
 
     def _read(self, epoch: int, start: int) -> Iterator[Batch]:
-        state = self._load(epoch, start)
-        seed = mix(self._seed, "order", epoch)
-        if self._is_after_left(epoch, start):
+        place, seed = self._load(epoch, start), mix(self._seed, "order", epoch)
+        if place is not None and place.left:
             with random_state.scoped(seed):
                 self._source(epoch)  # some loaders first continue the epoch that stopped early; drop that
         number = start
         # A loader with the restored state of an ended epoch may have to run out before it restarts.
-        for _ in range(2 if state is not None and not start else 1):
+        for _ in range(2 if place is not None and not start else 1):
             with random_state.scoped(seed):
                 iterator = self._source(epoch)
             for number, batch in enumerate(scoped(iterator, seed, start), start + 1):
-                if not self.repeats:
-                    self._keep(epoch, number, copy.deepcopy(self._owner.state_dict()))
+                self._keep(epoch, number)
                 yield batch
             if number > start:
                 break
-        if not self.repeats:
-            self._ended = epoch, number
-            self._keep(epoch + 1, 0, copy.deepcopy(self._owner.state_dict()))
+        if (epoch, number) in self._places:
+            self._places[epoch, number] = self._places[epoch, number]._replace(ended=True)
+        self._keep(epoch + 1, 0)
 
-    def _load(self, epoch: int, start: int) -> Any:
-        held, self._restored = self._restored, None
-        self._epoch_state.enter(epoch, warn=not self.repeats)
+    def _load(self, epoch: int, start: int) -> _Place | None:
+        """Load the state to start from. None: the loader goes on as it is."""
         self._announce(epoch)
         if self.repeats:
-            return self._rewound()
-        # After an epoch that stopped early, load the state in any case, as a run that is resumed there does.
-        is_known = start or self._is_after_left(epoch, start)
-        if self._others and not is_known:
-            self._keep(epoch, start, None if held is None else position.decode(held))
-            return None  # loading the state of an ended epoch would start one more, which the others would count
-        state = position.decode(held) if held is not None else self._states.get((epoch, start)) if is_known else None
-        if start and state is None:
+            if self._initial is None:
+                # torchdata's loader starts to load when state_dict is called.
+                with random_state.scoped(mix(self._seed, "order", 0)):
+                    self._initial = (copy.deepcopy(self._owner.state_dict()),)
+            self._owner.load_state_dict(copy.deepcopy(self._initial[0]))
+            return _Place(self._initial[0])
+        place, self._restored = self._restored, None
+        if place is None:
+            known = self._places.get((epoch, start))
+            # After an epoch that stopped early, load the state in any case, as a run that is resumed there does.
+            place = known if known is not None and (start or known.left) else None
+        if start and place is None:
             raise DataError(f"no state of batch {start} was restored", where=self.name, hint="feed.restore(position)")
-        if state is not None:
-            self._owner.load_state_dict(copy.deepcopy(state))
-            self._keep(epoch, start, state)
-        return state
+        if place is None or place.state is None:
+            return None
+        self._owner.load_state_dict(copy.deepcopy(place.state))
+        self._keep(epoch, start, place)
+        return place
 
-    def _rewound(self) -> Any:
-        """Load and return the state at the start of the first pass."""
-        if self._initial is None:
-            # torchdata's loader starts to load when state_dict is called.
-            with random_state.scoped(mix(self._seed, "order", 0)):
-                self._initial = (copy.deepcopy(self._owner.state_dict()),)
-        self._owner.load_state_dict(copy.deepcopy(self._initial[0]))
-        return self._initial[0]
-
-    def _is_after_left(self, epoch: int, start: int) -> bool:
-        return not start and self._after_left == epoch
-
-    def _keep(self, epoch: int, consumed: int, state: Any) -> None:
-        self._states[epoch, consumed] = state
-        if len(self._states) > _REMEMBERED:
-            self._states.popitem(last=False)
+    def _keep(self, epoch: int, consumed: int, place: _Place | None = None) -> None:
+        if not self.repeats:
+            self._places[epoch, consumed] = place or _Place(copy.deepcopy(self._owner.state_dict()))
+            if len(self._places) > _REMEMBERED:
+                self._places.popitem(last=False)

@@ -1,18 +1,19 @@
 """The feed of a DataLoader over a dataset with indices: one DataLoader for the whole run, with our order.
 
-A worker receives a `Ticket`: the indices of one batch and the seed of its epoch. If the dataset draws random numbers,
-the worker seeds the generators from (seed, epoch, index), so that a batch depends neither on its worker nor on earlier
-batches.
+A worker receives a `Ticket`: the indices of one batch and the seed of its epoch. It seeds the generators from
+(seed, epoch, index) before each item, so that a batch depends neither on its worker nor on earlier batches.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import operator
 import zlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -33,13 +34,11 @@ from ..parallel import Mesh
 from ..rng import mix
 from ..types import Batch, Share
 from . import random_state
-from .attribute_state import Attributes, generators, has_attributes
-from .equality import same
-from .feed import Feed
-from .sampler_order import SamplerOrder
+from .feed import Feed, fingerprint
 from .workers import Engine
 
-_AGAIN = 6  # further loads to compare, if attributes change at each load
+_CHUNK = 32  # index batches of a sampler of the user to draw at once, because each `scoped` block takes 20 us
+_FEW = 64  # index batches to draw twice and compare
 _REMEMBERED = 256  # batches whose indices are stored for messages
 _log = logging.getLogger("purestep")
 
@@ -69,7 +68,7 @@ class Batches(Dataset[Loaded]):
     """
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], *, batched: bool) -> None:
-        own = {"_dataset": dataset, "_collate": collate, "_batched": batched, "_drawn_from": frozenset[str]()}
+        own = {"_dataset": dataset, "_collate": collate, "_batched": batched, "_draws": False}
         self.__dict__.update(own, _epoch=None, _generators=None)
 
     def __getattr__(self, name: str) -> Any:
@@ -90,77 +89,60 @@ class Batches(Dataset[Loaded]):
         if tensors is not None:
             return Loaded(_gather(self._dataset, tensors, index.indices), inexact="")
         if self._generators is None:  # once per process: a `worker_init_fn` may set some
-            self.__dict__["_generators"] = generators(self._dataset, _owner(self._collate))
+            self.__dict__["_generators"] = random_state.own(self._dataset, _owner(self._collate))
         try:
             with random_state.scoped(mix(index.seed, index.number)):
-                batch = self._load(index, random_state.watch())
+                batch = self._collated(index, self._items(index))
                 return Loaded(batch, self._probed(index) if index.probe else "")
         except StopIteration as error:  # it would silently end the epoch
             raise RuntimeError("the dataset raised StopIteration") from error
 
-    def _load(self, ticket: Ticket, watch: random_state.Watch) -> Batch:
-        while True:  # repeats at most once for each generator
+    def _items(self, ticket: Ticket) -> Any:
+        if not self._batched:
+            return self._item(ticket, ticket.indices)
+        several = getattr(self._dataset, "__getitems__", None)
+        if several is not None and not (self._draws or self._generators):
+            # One call for all items is many times faster, but cannot seed each of them.
+            before = random_state.states()
             try:
-                is_seeded = self._drawn_from or self._generators
-                batch = self._seeded(ticket) if is_seeded else self._collate(self._items(ticket.indices))
-            except Exception:  # it may depend on a draw, so it is raised only after the draws are seeded
-                if not self._found_generators(watch):
+                items = several(ticket.indices)
+            except Exception:  # it may depend on a draw
+                if random_state.states() == before:
                     raise
             else:
-                if not self._found_generators(watch):
-                    return batch
-
-    def _found_generators(self, watch: random_state.Watch) -> bool:
-        """True if the batch drew from a global generator that was not seeded. It is seeded from now on."""
-        new = watch.drawn() - self._drawn_from
-        self.__dict__["_drawn_from"] |= new
-        return bool(new)
-
-    def _seeded(self, ticket: Ticket) -> Batch:
-        if not self._batched:
-            return self._collate(self._item(ticket, ticket.indices))
-        items = [self._item(ticket, index) for index in ticket.indices]
-        self._seed(mix(ticket.seed, "collate", ticket.number))
-        return self._collate(items)
-
-    def _items(self, indices: Any) -> Any:
-        if not self._batched:
-            return self._dataset[indices]
-        several = getattr(self._dataset, "__getitems__", None)
-        return several(indices) if several else [self._dataset[index] for index in indices]
+                if random_state.states() == before:
+                    return items
+            self.__dict__["_draws"] = True
+        return [self._item(ticket, index) for index in ticket.indices]
 
     def _item(self, ticket: Ticket, index: Any) -> Any:
-        self._seed(mix(ticket.seed, "item", _number(index)))
-        return self._items([index])[0] if self._batched else self._items(index)
+        random_state.seed(mix(ticket.seed, "item", _number(index)), self._generators)
+        several = getattr(self._dataset, "__getitems__", None) if self._batched else None
+        return self._dataset[index] if several is None else several([index])[0]
 
-    def _seed(self, number: int) -> None:
-        random_state.seed(number, self._drawn_from)
-        random_state.seed_own(number, self._generators)
+    def _collated(self, ticket: Ticket, items: Any) -> Batch:
+        if self._batched:
+            random_state.seed(mix(ticket.seed, "collate", ticket.number), self._generators)
+        return self._collate(items)
 
     def _probed(self, ticket: Ticket) -> str:
-        """Describe what differs at a second load. Attributes that the loads changed are restored."""
+        """Describe what differs at a second load."""
         index = ticket.indices[0] if self._batched and ticket.indices else ticket.indices
+        if fingerprint(self._item(ticket, index)) != fingerprint(self._item(ticket, index)):
+            return "loading an item twice returned two different items"
         collate = _owner(self._collate)
-        before = Attributes(self._dataset, collate)
-        found = ""
-        item = self._item(ticket, index)
-        # A dataset that counts its loads may return something else only at some of them.
-        if not self._repeats(before, item, lambda: self._item(ticket, index)):
-            found = "loading an item twice returned two different items"
-        elif not _is_torchs(collate):
-            try:
-                repeats = self._repeats(before, self._seeded(ticket), lambda: self._seeded(ticket))
-            except Exception:  # raised again, with the place, if a batch of the run raises it
-                repeats = True
-            if not repeats:
-                name = getattr(collate, "__qualname__", type(collate).__name__)
-                found = f"the collate function {name} returned two different batches of the same items"
-        if found or has_attributes(collate):
-            before.restore()
-        return found
-
-    def _repeats(self, before: Attributes, first: Any, again: Callable[[], Any]) -> bool:
-        return same(first, again()) and not (before.changed() and not all(same(first, again()) for _ in range(_AGAIN)))
+        if str(getattr(collate, "__module__", "")).startswith(("torch.utils.data.", "torchdata.")):
+            return ""
+        try:
+            again = [fingerprint(self._collated(ticket, self._items(ticket))) for _ in range(2)]
+        except Exception:  # raised again, with the place, if a batch of the run raises it
+            return ""
+        name = getattr(collate, "__qualname__", type(collate).__name__)
+        return (
+            ""
+            if again[0] == again[1]
+            else f"the collate function {name} returned two different batches of the same items"
+        )
 
     def _tensors(self) -> tuple[Tensor, ...] | None:
         """The tensors of a TensorDataset with the default collation: index them directly, since nothing draws."""
@@ -176,10 +158,6 @@ class Batches(Dataset[Loaded]):
 def _owner(collate: Any) -> Any:
     """The object of a bound collate method, or the collate function itself."""
     return getattr(collate, "__self__", collate)
-
-
-def _is_torchs(collate: Any) -> bool:
-    return str(getattr(collate, "__module__", "")).startswith(("torch.utils.data.", "torchdata."))
 
 
 def _gather(dataset: Any, tensors: tuple[Tensor, ...], indices: Sequence[int]) -> list[Tensor]:
@@ -242,9 +220,8 @@ class IndexedFeed(Feed):
         self._batch_size: Any = getattr(loader.batch_sampler, "batch_size", loader.batch_size)
         self._drop_last = getattr(loader.batch_sampler, "drop_last", loader.drop_last)
         ready = self._is_ready()
-        super().__init__(name=name, length=length_of(loader), resume="skip", facts=self._facts(), exact=ready)
+        super().__init__(name=name, length=length_of(loader), facts=self._facts(), exact=ready)
         self.is_divided = self._mesh is not None
-        self._sampler_order = None if ready else SamplerOrder(loader, name=name, seed=seed)
         self._tickets = _Tickets()
         batches = Batches(loader.dataset, loader.collate_fn, batched=is_batched)
         how: dict[str, Any] = {"batch_size": None, "sampler": self._tickets, "collate_fn": _same_batch}
@@ -252,8 +229,8 @@ class IndexedFeed(Feed):
         self._recent: OrderedDict[tuple[int, int], Any] = OrderedDict()
         self._orders: dict[tuple[int, int], int] = {}  # hashes of all processes' indices of the same batches
         self._probed = False
-        self._begun: Attributes | None = None  # initial attributes of dataset and collation, if `repeats`
-        self._inexact = False
+        if not ready:
+            self._check_sampler()
 
     def _facts(self) -> dict[str, Any]:
         size = self._batch_size if isinstance(self._batch_size, int) else None
@@ -270,10 +247,8 @@ class IndexedFeed(Feed):
         return bool(ready and not one.replacement and one.num_samples == length_of(self._source.dataset))
 
     def _ordered(self) -> Feed:
-        return self.unshuffled() if self.is_shuffled else self
-
-    def unshuffled(self) -> IndexedFeed:
-        """A feed of the same loader in the dataset's order."""
+        if not self.is_shuffled:
+            return self
         how: dict[str, Any] = {"name": self.name, "seed": self._seed, "timeout": self._timeout, "mesh": self._mesh}
         return IndexedFeed(self._source, shuffle=False, **how)
 
@@ -284,22 +259,10 @@ class IndexedFeed(Feed):
     def order(self, epoch: int, batch: int) -> int:
         return self._orders.get((epoch, batch), 0)
 
-    def count(self, epoch: int) -> int | None:
-        if self._sampler_order is None:
-            return super().count(epoch)
-        # A sampler without a length may be endless.
-        return (
-            None if self.length is None else self._sampler_order.count(epoch, self.ends, most=16 * self.length + 1000)
-        )
-
     def close(self) -> None:
         self._engine.close()
-        if self._sampler_order is not None:
-            self._sampler_order.restore()
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        if self.repeats:
-            self._restore_attributes()
         counts: deque[bool] = deque()  # of the batches that are loaded: False for a row that stands in
         self._tickets.source = self._order(epoch, start, counts)
         loaded = self._engine.run(mix(self._seed, "workers", epoch))
@@ -326,12 +289,59 @@ class IndexedFeed(Feed):
             yield Ticket(number, epoch, seed, indices, probe)
 
     def _index_batches(self, epoch: int) -> Iterator[Any]:
-        if self._sampler_order is not None:
-            return self._sampler_order.epoch(epoch, self.ends)
         number = mix(self._seed, "order", epoch)
+        if not self._is_ready():
+            batches = self._drawn(self._own_sampler(), epoch)
+            first = next(batches, None)
+            self._check_begun(epoch, fingerprint(first))
+            return batches if first is None else chain([first], batches)
         if self._source.batch_sampler is None:
             return iter(self._ready_sampler(number))
         return iter(BatchSampler(self._ready_sampler(number), int(self._batch_size), bool(self._drop_last)))
+
+    def _own_sampler(self) -> Any:
+        """The sampler or batch sampler of the user."""
+        return self._source.batch_sampler if self._source.batch_sampler is not None else self._source.sampler
+
+    def _drawn(self, sampler: Any, epoch: int) -> Iterator[Any]:
+        """The index batches of a sampler of the user, drawn under the seed of the epoch."""
+        seed, own = mix(self._seed, "order", epoch), random_state.own(sampler)
+        with random_state.scoped(seed, own):  # the lock keeps other threads from setting the epoch of a shared sampler
+            parts: list[Any] = [sampler, getattr(sampler, "sampler", None), self._source.sampler]
+            for told in {id(part): part for part in parts}.values():
+                if callable(getattr(told, "set_epoch", None)):
+                    told.set_epoch(epoch)
+            iterator = iter(sampler)
+        for count in itertools.count():
+            with random_state.scoped(mix(seed, count), own):
+                # Lists are copied, because a sampler may reuse one for the next batch.
+                chunk = [list(one) if isinstance(one, list) else one for one in islice(iterator, _CHUNK)]  # pyright: ignore
+            if not chunk:
+                return
+            yield from chunk
+
+    def _check_sampler(self) -> None:
+        """Warn of a sampler of the user whose order is no function of seed and epoch. A copy of it is drawn."""
+        sampler = self._own_sampler()
+        parts = [sampler, getattr(sampler, "sampler", sampler)]
+        own = [part for part in parts if not type(part).__module__.startswith(("torch.utils.data.", "torchdata."))]
+        if not own:
+            return
+        orders: list[int] = []
+        if not any(isinstance(part, Iterator) for part in parts):
+            try:
+                one = copy.deepcopy(sampler, {id(self._source.dataset): self._source.dataset})
+                orders = [fingerprint(list(islice(self._drawn(one, 0), _FEW))) for _ in range(2)]
+            except Exception:  # it cannot be copied, or raises: then with the epoch and batch, when the order is needed
+                return
+        if len(set(orders)) != 1:
+            _log.warning(
+                "%s: the order of the %s is no function of seed and epoch: two draws under one seed differ, so a "
+                "resumed run will not be the same bit for bit, and evaluations will not see the same items (cure: keep "
+                "no state from epoch to epoch but the number that set_epoch gives, and draw from torch's, numpy's or "
+                "Python's global generator; or give the loader state_dict() and load_state_dict())",
+                *(self.name, type(own[-1]).__name__),
+            )
 
     def _is_ready(self) -> bool:
         """True if the order is that of torch's random or sequential sampler, which a seed reproduces."""
@@ -348,18 +358,7 @@ class IndexedFeed(Feed):
         count = None if sampler.num_samples == len(sampler.data_source) else sampler.num_samples
         return RandomSampler(sampler.data_source, sampler.replacement, count, own)
 
-    def _restore_attributes(self) -> None:
-        """Restore the initial attributes of dataset and collation, if batches depend on them."""
-        if self._begun is None:
-            self._begun = Attributes(self._source.dataset, _owner(self._source.collate_fn))
-        elif self._inexact:
-            self._engine.close()  # workers have copies of the attributes
-            self._begun.restore()
-
     def _warn(self, found: str) -> None:
-        self._inexact = True
-        if self._begun is not None and self._begun.changed():
-            return  # every pass restores the attributes
         _log.warning(
             "%s: %s, so a resumed run will not be the same bit for bit (cure: draw from torch's, numpy's or Python's "
             "global generator, or from one in an attribute, which are seeded per item; keep no state between items or "

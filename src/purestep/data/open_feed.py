@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -12,9 +14,8 @@ from ..errors import DataError, RankError
 from ..parallel import Mesh, Sharded
 from ..rng import mix
 from ..types import Batch
-from .feed import Feed, Resume, hold
-from .iterable import IterableFeed, SequenceFeed, StatefulFeed
-from .iterator import OneShotFeed
+from .feed import Feed
+from .iterable import IterableFeed, IteratorFeed, SequenceFeed, StatefulFeed
 from .map_style import IndexedFeed, length_of
 from .shares import OwnFeed, RowsFeed
 from .workers import Engine
@@ -25,9 +26,10 @@ def open_feed(
     *,
     name: str = "train",
     seed: int = 0,
-    replay: bool = False,
     timeout: float = 300.0,
     repeats: bool = False,
+    first: int | float | None = None,
+    hold: bool = False,
     mesh: Mesh | None = None,
 ) -> Feed:
     """Build the `Feed` of a loader: its order depends on (seed, epoch), its position is (epoch, batches consumed).
@@ -40,39 +42,39 @@ def open_feed(
     ``state_dict`` and ``load_state_dict``        its own; by its state
     list or tuple of batches                      its own; by index
     any other iterable                            run under (seed, epoch); by loading and dropping
-    iterator whose ``__iter__`` restarts it       the same
-    DataLoader over an IterableDataset, iterator  the same, only with ``replay=True``
+    iterator: one epoch, or endless               the same, from its beginning
     ============================================  ==============================================================
 
     The feed keeps the loader's workers, batch size, collation, pinning, timeout and ``worker_init_fn``. It ignores its
-    ``generator`` and ``in_order=False``. If the dataset draws from torch's, numpy's or Python's global generator, each
-    item is loaded under a seed of (seed, epoch, index), with or without workers. Generators in attributes, closures or
-    globals of a sampler, an iterable, a dataset, its transforms or a collate object are seeded too. The caller's
+    ``generator`` and ``in_order=False``. Each item is loaded under a seed of (seed, epoch, index) for torch's, numpy's
+    and Python's global generators, with or without workers; so are generators in attributes of the dataset, its
+    transforms or a collate object, and at each epoch those in attributes of a sampler or an iterable. The caller's
     global generators do not change. A loader with ``state_dict`` seeds its workers itself.
 
-    An epoch ends when the loader ends; ``len(loader)`` is only displayed. Attributes of a sampler or an iterable that
-    change from epoch to epoch (a list shuffled in place, a counter) are restored on resuming: a sampler's earlier
-    epochs are drawn again, an iterable's attributes are part of the position. ``set_epoch`` of the loader, its samplers
-    and its dataset is called before each epoch. Workers of an IterableDataset end with their epoch, whatever
+    An epoch ends when the loader ends; ``len(loader)`` is only displayed. ``set_epoch`` of the loader, its samplers and
+    its dataset is called before each epoch. Workers of an IterableDataset end with their epoch, whatever
     ``persistent_workers`` says.
 
-    At the start the feed warns if a run cannot be repeated: a sampler returns two orders for one seed, a dataset two
-    items for one index, a collate function two batches of the same items (the first batch is loaded twice to check),
-    or an iterable holds an iterator in a closure. It warns before the second epoch if the first one has changed a list,
-    a number or the like in a closure of an iterable.
+    A loader whose batches depend on more than seed and epoch, without ``state_dict``, trains, but a resumed run loads
+    other batches. The feed warns at the start if two draws under one seed differ: the order of a sampler, an item, or a
+    collated batch. It warns before the second epoch if the first one has changed numbers or lists in attributes of an
+    iterable, and in a resumed run if an epoch begins with another batch than before.
 
     Args:
         loader: a loader as in the table.
         name: the name for messages and stored positions.
         seed: in [0, 2**63).
-        replay: allow to enter an epoch in the middle by loading and dropping the batches before.
         timeout: seconds > 0 to wait for a batch from workers, if the loader sets none.
         repeats: every pass over an epoch starts at the same place, as an evaluation needs.
+        first: the batches of an epoch: a number (int, >= 1), or a share of ``len(loader)`` (float in (0, 1]; at least
+            one batch). None: all.
+        hold: every epoch has the first batches of the first epoch, loaded once, without shuffling.
         mesh: of several processes, each of which calls this function: the batches are this process's shares. None: one
             process.
 
     Raises:
         DataError: the object is no loader, or the loader is empty.
+        ConfigError: ``first`` is no such number, or it is a share and the loader has no length.
         RankError: with a mesh, a loader without indices that `parallel.sharded` does not describe.
 
     Example:
@@ -81,21 +83,25 @@ def open_feed(
         >>> whole = torch.cat(list(feed.epoch(0)))
         >>> bool((torch.cat(list(feed.epoch(0, start=1))) == whole[2:]).all())
         True
+        >>> list(open_feed([1, 2, 3, 4], first=0.5).epoch(7))
+        [1, 2]
     """
     division = loader if isinstance(loader, Sharded) else None
     loader = loader.loader if isinstance(loader, Sharded) else loader
     if isinstance(loader, Feed):
-        return loader if mesh is None else _divided(loader, division, mesh)
-    cut = mesh if division is None else None
-    feed = _opened(loader, name=name, seed=seed, replay=replay, timeout=timeout, mesh=cut)
-    feed.repeats = repeats
-    if feed.length == 0 and feed.exact:
-        raise DataError(
-            "the loader is empty: it has no batch",
-            where=name,
-            hint="check the dataset's length, and batch_size if drop_last=True",
-        )
-    return feed if mesh is None else _divided(feed, division, mesh)
+        feed = loader
+    else:
+        cut = mesh if division is None else None
+        feed = _opened(loader, name=name, seed=seed, timeout=timeout, mesh=cut)
+        feed.repeats = repeats
+        if feed.length == 0 and feed.exact:
+            raise DataError(
+                "the loader is empty: it has no batch",
+                where=name,
+                hint="check the dataset's length, and batch_size if drop_last=True",
+            )
+    feed = feed if mesh is None else _divided(feed, division, mesh)
+    return feed if first is None else feed.cut(first, hold=hold)
 
 
 def _divided(feed: Feed, division: Sharded | None, mesh: Mesh) -> Feed:
@@ -118,43 +124,30 @@ def _divided(feed: Feed, division: Sharded | None, mesh: Mesh) -> Feed:
     )
 
 
-def overfit(feed: Feed, count: int) -> Feed:
-    """The first batches without shuffling, loaded once, for every epoch.
-
-    Args:
-        feed: the source of the batches.
-        count: the number of batches, >= 1.
-
-    Example:
-        >>> list(overfit(open_feed([1, 2, 3, 4]), 2).epoch(7))
-        [1, 2]
-    """
-    return hold(feed.unshuffled() if isinstance(feed, IndexedFeed) else feed, count)
-
-
-def _opened(loader: Any, *, name: str, seed: int, replay: bool, timeout: float, mesh: Mesh | None = None) -> Feed:
+def _opened(loader: Any, *, name: str, seed: int, timeout: float, mesh: Mesh | None = None) -> Feed:
     if isinstance(loader, (str, bytes, Mapping, Tensor, nn.Module)) or not _iterable(loader):
         raise _no_loader(loader, name)
-    only_replay: Resume = "replay" if replay else "none"
     if isinstance(loader, DataLoader) and _by_indices(loader):
         return IndexedFeed(loader, name=name, seed=seed, timeout=timeout, mesh=mesh)
     if _stateful(loader):
-        # torchdata's state counts batches; it lacks the attributes of a dataset without state_dict.
-        alone = isinstance(loader, DataLoader) and not _stateful(loader.dataset)
-        others = (loader.dataset, loader.collate_fn) if alone else ()
-        return StatefulFeed(_iterate(loader), loader, others, **_described(loader, name, seed))
+        return StatefulFeed(_iterate(loader), loader, **_described(loader, name, seed))
     if isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__:
         source = _streamed(loader, seed, timeout)
         if _stateful(loader.dataset) and loader.num_workers == 0:
             return StatefulFeed(source, loader.dataset, **_described(loader, name, seed))
-        owners = (loader.dataset, loader.collate_fn)
-        return IterableFeed(source, owners, resume=only_replay, **_described(loader, name, seed))
+        owners = () if loader.num_workers else (loader.dataset, loader.collate_fn)  # workers end with their epoch
+        return IterableFeed(source, owners, **_described(loader, name, seed))
     if isinstance(loader, Sequence):
         return SequenceFeed(cast(Sequence[Batch], loader), name=name)
-    if isinstance(loader, Iterator):
-        one_shot = cast(Iterator[Batch], loader)
-        return OneShotFeed(one_shot, name=name, seed=seed, replay=replay, announce=_announcer(loader))
-    return IterableFeed(_iterate(loader), (loader,), resume="replay", **_described(loader, name, seed))
+    if isinstance(loader, Iterator) and not _restarts(loader):
+        return IteratorFeed(cast("Iterator[Batch]", loader), name=name, seed=seed)
+    return IterableFeed(_iterate(loader), (loader,), **_described(loader, name, seed))
+
+
+def _restarts(iterator: Any) -> bool:
+    """True if the class defines ``__iter__`` in Python, which then begins an epoch; torch's do not."""
+    found = inspect.getattr_static(type(iterator), "__iter__", None)
+    return isinstance(found, types.FunctionType) and not found.__module__.startswith(("torch.", "collections.abc"))
 
 
 def _iterable(loader: Any) -> bool:

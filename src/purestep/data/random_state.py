@@ -9,20 +9,19 @@ from __future__ import annotations
 import os
 import random
 import types
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, Sampler
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from .. import rng
 from ..torch_ext import global_rng, host_generators
-
-EVERY = frozenset({"torch", "numpy", "python"})
-"""The three generators."""
 
 NONE: Mapping[str, Any] = MappingProxyType({})
 """The result of `own` for an object without generators."""
@@ -52,12 +51,12 @@ if hasattr(os, "register_at_fork"):  # a loader's worker, forked while another t
     os.register_at_fork(after_in_child=global_rng.replace_lock)
 
 
-def seed(number: int, generators: Collection[str] = EVERY) -> None:
-    """Seed the global generators. Call it inside `scoped`, which restores them. 9 us, 6 of them for Python's.
+def seed(number: int, more: Mapping[str, Any] = NONE) -> None:
+    """Seed the three generators, and more. Call it inside `scoped`, which restores the three. 9 us, 6 for Python's.
 
     Args:
         number: in [0, 2**63).
-        generators: a subset of `EVERY`.
+        more: generators from `own`.
 
     Example:
         >>> with scoped(1):
@@ -67,9 +66,9 @@ def seed(number: int, generators: Collection[str] = EVERY) -> None:
         ...     print(random.random() == second)
         True
     """
-    if "torch" in generators:
-        global_rng.seed_cpu(number)
-    host_generators.seed(number, generators)
+    global_rng.seed_cpu(number)
+    host_generators.seed(number)
+    seed_own(number, more)
 
 
 def seed_own(number: int, generators: Mapping[str, Any]) -> None:
@@ -91,15 +90,11 @@ def seed_own(number: int, generators: Mapping[str, Any]) -> None:
         _seed(generator, rng.mix(number, path))
 
 
-def own(owner: Any) -> dict[str, Any]:
-    """The random generators in the attributes of an object, by path, for `scoped`.
-
-    Searches the object, samplers, loaders and datasets in its attributes, and closures and globals of their methods,
-    but no containers such as lists: the state of a generator there depends on earlier epochs, which a resumed run
-    has not drawn.
+def own(*owners: Any) -> dict[str, Any]:
+    """The random generators in the attributes of objects, by path, for `scoped` and `seed`.
 
     Args:
-        owner: a sampler or an iterable.
+        owners: samplers, iterables, datasets, collate objects.
 
     Example:
         >>> class Sampler:
@@ -112,74 +107,54 @@ def own(owner: Any) -> dict[str, Any]:
         ...     print(other.rng.random() == first)
         True
     """
-    found: dict[str, Any] = {}
-    seen = {id(owner)}
-    waiting: list[tuple[str, Any]] = [("", owner)]
-    while waiting:
-        path, part = waiting.pop()
-        held = dict(getattr(part, "__dict__", {}))
+    found: dict[int, tuple[str, Any]] = {}
+    for path, value in attributes(*owners):
+        if isinstance(value, KINDS):
+            found.setdefault(id(value), (path, value))
+    return dict(found.values())
+
+
+def attributes(*owners: Any) -> Iterator[tuple[str, Any]]:
+    """The attributes of objects by path, and those of the objects in them: datasets, samplers, iterables, objects whose
+    class is of the same module, and the entries of dicts and short lists.
+
+    Example:
+        >>> list(attributes(types.SimpleNamespace(size=3, steps=["a"])))
+        [('size', 3), ('steps', ['a']), ('steps/0', 'a')]
+    """
+    seen: set[int] = set()
+    waiting = deque(("" if len(owners) == 1 else f"[{number}]", owner, "") for number, owner in enumerate(owners))
+    while waiting and len(seen) < _MOST:
+        path, part, home = waiting.popleft()
+        if id(part) in seen or not (isinstance(part, _SEVERAL) or _is_object(part)):
+            continue
+        seen.add(id(part))
+        held: Any = (
+            enumerate(part) if isinstance(part, list | tuple) else part if isinstance(part, dict) else vars(part)
+        )
+        held = dict(held)
+        if isinstance(part, DataLoader):  # torch manages its private attributes
+            held = {name: value for name, value in held.items() if not name.startswith("_")}
         if isinstance(part, Sampler):  # they may be properties or slots
             held |= {name: getattr(part, name, None) for name in ("generator", "sampler")}
-        held = outside(part) | held
+        home = home if isinstance(part, _SEVERAL) else type(part).__module__
         for name, value in held.items():
-            if id(value) in seen:
-                continue
-            if isinstance(value, KINDS):
-                found[path + name] = value
-            elif isinstance(value, Dataset | Iterable) and hasattr(value, "__dict__"):
-                waiting.append((f"{path}{name}/", value))
-            else:
-                continue
-            seen.add(id(value))
-    return found
+            place = f"{path}/{name}" if path else str(name)
+            yield place, value
+            is_short = isinstance(value, _SEVERAL) and len(cast("list[Any]", value)) <= _FEW
+            if is_short or isinstance(value, Dataset | Iterable) or type(value).__module__ == home:
+                waiting.append((place, value, home))
 
 
-def outside(part: Any) -> dict[str, Any]:
-    """The random generators and iterators that a function, or the methods of an object, read from closures and globals.
-
-    Example:
-        >>> generator = random.Random()
-        >>> outside(lambda: generator.random())
-        {'generator': <random.Random object at ...>}
-    """
-    read: dict[str, Any] = {}
-    for function in _functions(part):
-        read.update((name, function.__globals__.get(name)) for name in function.__code__.co_names)
-    read |= closures(part)
-    return {name: value for name, value in read.items() if isinstance(value, (*KINDS, Iterator))}
+_SEVERAL = (list, tuple, dict)
+_FEW = 64  # entries of a container that are searched, such as a list of transforms; a longer one is data
+_MOST = 100_000  # objects that are searched
 
 
-def closures(part: Any) -> dict[str, Any]:
-    """The values in the closure of a function, or of the methods of an object.
-
-    Example:
-        >>> def source(order):
-        ...     return lambda: iter(order)
-        >>> closures(source([1, 2]))
-        {'order': [1, 2]}
-    """
-    return {
-        name: _content(cell)
-        for function in _functions(part)
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    }
-
-
-def _functions(part: Any) -> Iterator[types.FunctionType]:
-    """A function itself, or the Python methods of an object, except torch's."""
-    if isinstance(part, types.FunctionType):
-        yield part
-        return
-    for kind in type(part).__mro__:
-        if not kind.__module__.startswith(("torch.", "builtins", "typing")):
-            yield from (value for value in vars(kind).values() if isinstance(value, types.FunctionType))
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # empty
-        return None
+def _is_object(value: Any) -> bool:
+    """True for an object with attributes that is no class, function, module or tensor."""
+    others = (type, types.ModuleType, types.FunctionType, types.MethodType, nn.Module, Tensor, np.ndarray)
+    return hasattr(value, "__dict__") and not isinstance(value, others + KINDS)
 
 
 KINDS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
@@ -200,27 +175,14 @@ def _seed(generator: Any, number: int) -> None:
         generator.set_state({**fresh, "has_gauss": 0, "gauss": 0.0})
 
 
-class Watch(NamedTuple):
-    """States of the three generators."""
-
-    torchs: bytes
-    numpys: object
-    pythons: object
-
-    def drawn(self) -> frozenset[str]:
-        """The generators of `EVERY` with a draw or a seeding since. A draw that restores the state is missed."""
-        pairs = zip(("torch", "numpy", "python"), self, watch(), strict=True)
-        return frozenset(name for name, before, after in pairs if before != after)
-
-
-def watch() -> Watch:
-    """The current states of the three generators (40 us).
+def states() -> tuple[object, ...]:
+    """The states of the three generators, to compare (40 us). A draw that restores the state is missed.
 
     Example:
         >>> with scoped(1):
-        ...     before = watch()
+        ...     before = states()
         ...     _ = random.random()
-        ...     print(sorted(before.drawn()))
-        ['python']
+        ...     print(states() == before)
+        False
     """
-    return Watch(global_rng.cpu_state(), *host_generators.states().comparable())
+    return (global_rng.cpu_state(), *host_generators.states().comparable())

@@ -11,7 +11,7 @@ from .. import parallel
 from ..errors import RankError
 from ..parallel import agreement
 from ..types import Batch, Share
-from .feed import Feed, Resume
+from .feed import Feed
 
 _END: Any = object()
 _COUNTS, _STANDS_IN = 1.0, 0.0
@@ -27,7 +27,7 @@ class RowsFeed(Feed):
     """
 
     def __init__(self, feed: Feed, mesh: parallel.Mesh, *, checks_end: bool) -> None:
-        super().__init__(name=feed.name, length=feed.length, resume=feed.resume, facts=feed.facts, exact=feed.exact)
+        super().__init__(name=feed.name, length=feed.length, facts=feed.facts, exact=feed.exact)
         self._feed = feed
         self.is_divided = True
         self._mesh = mesh
@@ -41,7 +41,6 @@ class RowsFeed(Feed):
         return self if ordered is self._feed else RowsFeed(ordered, self._mesh, checks_end=self._checks_end)
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        self._feed.ends = self.ends
         batches = self._feed.epoch(epoch, start)
         number = start
         try:
@@ -75,9 +74,6 @@ class RowsFeed(Feed):
     def indices(self, epoch: int, batch: int) -> list[Any] | None:
         return self._feed.indices(epoch, batch)
 
-    def require_resume(self) -> None:
-        self._feed.require_resume()
-
     def left(self, epoch: int, consumed: int) -> None:
         self._feed.left(epoch, consumed)
 
@@ -97,9 +93,8 @@ class OwnFeed(Feed):
         lengths = agreement.gathered(feed.length)
         known = [length for length in lengths if length is not None]
         length = max(known) if len(known) == len(lengths) else None
-        resume: Resume = feed.resume
         facts = {"kind": feed.facts["kind"], "sharded": "own", "processes": mesh.size}
-        super().__init__(name=feed.name, length=length, resume=resume, facts=facts)
+        super().__init__(name=feed.name, length=length, facts=facts)
         self._feed = feed
         self.is_divided = True
         self._mesh = mesh
@@ -108,7 +103,6 @@ class OwnFeed(Feed):
         self._last: Batch | None = None
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        self._feed.ends = self.ends
         restored, self._restored = self._restored, None
         own = start if restored is None else restored
         batches = self._feed.epoch(epoch, own)
@@ -155,9 +149,6 @@ class OwnFeed(Feed):
         super().restore(position)
         self._restored, own = position["own"][self._mesh.rank]
         self._feed.restore(own)
-
-    def require_resume(self) -> None:
-        self._feed.require_resume()
 
     def left(self, epoch: int, consumed: int) -> None:
         self._feed.left(epoch, min(consumed, self._own.get(epoch, consumed)))

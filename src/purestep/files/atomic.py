@@ -66,14 +66,6 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[0][:300]}" if text else type(error).__name__
 
 
-_SPECIAL = (
-    (stat.S_ISFIFO, "a FIFO"),
-    (stat.S_ISSOCK, "a socket"),
-    (stat.S_ISCHR, "a character device"),
-    (stat.S_ISBLK, "a block device"),
-)
-
-
 def special_file(path: Path | str) -> str:
     """The kind of a path that cannot be replaced, such as ``"a FIFO"`` or ``"a socket"``; "" for other paths.
 
@@ -84,20 +76,16 @@ def special_file(path: Path | str) -> str:
         ('a character device', '')
     """
     try:
-        mode = os.stat(path).st_mode
+        kind = stat.S_IFMT(os.stat(path).st_mode)
     except (OSError, ValueError):
         return ""
-    kind = next((name for is_kind, name in _SPECIAL if is_kind(mode)), "")
-    if kind or not stat.S_ISREG(mode):
-        return kind
-    place = os.path.abspath(path)
-    for _ in range(40):  # as many links as Linux follows
-        if place.startswith(("/dev/", "/proc/")) and not place.startswith("/dev/shm/"):
-            return "a link of the system to an open file"
-        if not os.path.islink(place):
-            break
+    place, system = os.path.abspath(path), ("/dev/", "/proc/")
+    while os.path.islink(place) and not place.startswith(system):  # a chain of links that `stat` could follow ends
         place = os.path.abspath(os.path.join(os.path.dirname(place), os.readlink(place)))
-    return ""
+    if kind == stat.S_IFREG and place.startswith(system) and not place.startswith("/dev/shm/"):
+        return "a link of the system to an open file"
+    kinds = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a character device"}
+    return kinds.get(kind, "a block device" if kind == stat.S_IFBLK else "")
 
 
 @contextmanager
@@ -119,8 +107,8 @@ def replacing(path: Path | str) -> Generator[Path]:
         ('whole', ['notes.txt'])
     """
     target = Path(path)
-    if target.exists() and not target.is_file():
-        raise WriteFailed("is no regular file and cannot be replaced", where=str(path), hint="pass the path of a file")
+    if kind := "a directory" if target.is_dir() else special_file(target):
+        raise WriteFailed(f"is {kind} and cannot be replaced", where=str(path), hint="pass the path of a file")
     temporary = target.with_name(f".{target.name[:100]}.{os.getpid()}.{next(_serial)}.tmp")
     try:
         failpoint("files.write")

@@ -30,9 +30,13 @@ class Holder(NamedTuple):
     since: str  # ISO 8601
     alive: bool | None  # None: on another machine, or of another user
 
+    @property
+    def is_mine(self) -> bool:
+        """True if it is this process."""
+        return self.pid == os.getpid() and self.host == socket.gethostname()
+
     def __str__(self) -> str:
-        is_mine = self.pid == os.getpid() and self.host == socket.gethostname()
-        return f"pid {self.pid} on {self.host} since {self.since}" + (", this very process" if is_mine else "")
+        return f"pid {self.pid} on {self.host} since {self.since}" + (", this very process" if self.is_mine else "")
 
 
 class DirectoryLock:
@@ -82,7 +86,7 @@ class DirectoryLock:
             self._take(patience)
             self._sign(last)
         except OSError as error:
-            self._lock.release()
+            self.release()
             if isinstance(error, Locked):
                 raise
             raise write_failed(self.path.parent, error) from error
@@ -92,13 +96,14 @@ class DirectoryLock:
             self._lock.acquire(timeout=patience)
         except filelock.Timeout:
             found = _parsed(_text(self.path))
-            others = "use another directory, or read with Snapshots(directory, writer=False)"
-            who, first = "another run writes here", "end that run"
-            if found is not None and found.pid == os.getpid() and found.host == socket.gethostname():
-                who = "another object of this process writes here"
-                first = "call close() of the earlier Snapshots, or pass fit the path, which it closes itself"
-            text = f"{who}: {found or 'it has not written its pid yet'}"
-            raise Locked(text, where=str(self.path.parent), hint=f"{first}; {others}") from None
+            who, hint = "another run", "end that run"
+            if found is not None and found.is_mine:
+                who, hint = "another object of this process", "call close() of the earlier Snapshots"
+            raise Locked(
+                f"{who} writes here: {found or 'it has not written its pid yet'}",
+                where=str(self.path.parent),
+                hint=f"{hint}; use another directory, or read with Snapshots(directory, writer=False)",
+            ) from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise

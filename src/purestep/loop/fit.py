@@ -137,7 +137,7 @@ def fit(
         feeds = inputs.open_feeds(loaders, settings, ready, inputs.seed_of(run.state), mesh)
         stack.callback(feeds.close)
         processes.check_alike(mesh, lambda: {"snapshots": "None" if snapshots is None else "a directory"})
-        store, owned = resume.open_snapshots(snapshots, settings, feeds.train)
+        store, owned = resume.open_snapshots(snapshots, settings)
         if store is not None and owned:
             stack.callback(store.close)
         listeners = Callbacks(

@@ -90,7 +90,7 @@ def open_feeds(loaders: Any, config: FitConfig, program: Program, seed: int, mes
     opened = {name: _limited(name, loader, config, seed, mesh) for name, loader in named.items() if limits[name] != 0}
     if config.overfit_batches:
         count = _share(config.overfit_batches, train)
-        train = data.overfit(train, count)
+        train = data.open_feed(train, first=count, hold=True)
         opened = dict.fromkeys(opened, train)
     if opened and program.eval_step is None:
         raise ConfigError(
@@ -128,9 +128,8 @@ def _named_loaders(loaders: Any) -> dict[str, Any]:
 
 
 def _limited(name: str, loader: Any, config: FitConfig, seed: int, mesh: parallel.Mesh | None) -> data.Feed:
-    feed = data.open_feed(loader, name=name, seed=seed, repeats=name != "train", mesh=mesh)
-    amount = config.fast_dev_run or config.limit(name)
-    return feed if amount is None else data.limit(feed, amount)
+    first = config.fast_dev_run or config.limit(name)
+    return data.open_feed(loader, name=name, seed=seed, repeats=name != "train", first=first, mesh=mesh)
 
 
 def _share(amount: int | float, feed: data.Feed) -> int:

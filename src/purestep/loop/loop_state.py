@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from .. import stopping
 from ..diagnostics import Recording
 from ..errors import ConfigError
-from ..snapshot import Table
 from ..types import Tree
 
 Cell = float | int | None
@@ -32,7 +31,7 @@ class LoopState(NamedTuple):
     best: stopping.Record = stopping.init()
     best_step: int | None = None  # the snapshot of the best row
     evaluations: int = 0  # rows with a value of the monitored metric, which early stopping counts
-    history: Table = Table()
+    history: Mapping[str, list[Cell]] = MappingProxyType({})  # columns of one length
     judged: str = ""  # the monitored metric and its mode, to which `best` belongs
     window: int = 0  # micro-batches per update; 0 if unknown
     counted: int = 0  # batches of the last epoch, if the loader's length was wrong and fractions depend on it
@@ -47,7 +46,7 @@ class LoopState(NamedTuple):
     @property
     def updates_at_row(self) -> int:
         """Updates at the last row of the history."""
-        return next((int(step or 0) for step in self.history.last("step", 1)), 0)
+        return int(self.history.get("step", [0])[-1] or 0)
 
     @property
     def is_window_open(self) -> bool:
@@ -151,8 +150,8 @@ def to_json(loop: LoopState) -> dict[str, Any]:
 
 
 def to_store(loop: LoopState) -> dict[str, Any]:
-    """Return the state as a snapshot takes it: JSON, except for the history, of which only new rows are written."""
-    stored = {name: value for name, value in loop._asdict().items() if name not in ("left", "stop")}
+    """Return the state as JSON, without its history, which a snapshot stores as an array."""
+    stored = {name: value for name, value in loop._asdict().items() if name not in ("left", "stop", "history")}
     return stored | {
         "best": stopping.to_json(loop.best),
         "interval": _sums_to_json(loop.interval),
@@ -162,10 +161,11 @@ def to_store(loop: LoopState) -> dict[str, Any]:
     }
 
 
-def from_json(stored: Mapping[str, Any]) -> LoopState:
-    """Invert `to_json`. Unknown fields of a later version are ignored; missing ones keep their defaults."""
+def from_json(stored: Mapping[str, Any], history: Mapping[str, list[Cell]] | None = None) -> LoopState:
+    """Invert `to_json`, or `to_store` with the history. Unknown fields of a later version are ignored; missing ones
+    keep their defaults."""
     known = {name: value for name, value in stored.items() if name in LoopState._fields}
-    known["history"] = Table(known.get("history"))
+    known["history"] = history or known.get("history", {})
     known["best"] = stopping.from_json(known["best"])
     known["interval"] = _sums_from_json(known["interval"])
     known["line"] = _sums_from_json(known.get("line", {}))
@@ -176,10 +176,10 @@ def from_json(stored: Mapping[str, Any]) -> LoopState:
     return LoopState(**known)
 
 
-def with_row(history: Mapping[str, list[Cell]], row: Mapping[str, Cell]) -> Table:
-    """Append a row. A column that a row lacks is None there, and so is a value that is not finite."""
-    table = history if isinstance(history, Table) else Table(history)
-    return table.with_row({name: cell(value) for name, value in row.items()})
+def with_row(history: Mapping[str, list[Cell]], row: Mapping[str, Cell]) -> dict[str, list[Cell]]:
+    """The history with one more row. A column that a row lacks is None there, and so is a value that is not finite."""
+    count = max(map(len, history.values()), default=0)
+    return {name: [*history.get(name, [None] * count), cell(row.get(name))] for name in {**history, **row}}
 
 
 def joined(row: Mapping[str, Cell], values: Mapping[str, Cell], *, loader: str) -> dict[str, Cell]:

@@ -85,8 +85,8 @@ class Monitor(NamedTuple):
 
     def _is_repeated(self, loop: LoopState) -> bool:
         """True if the last two rows are of one state: an epoch may end right behind an evaluation inside it."""
-        same = all(len(set(loop.history.last(name, 2))) == 1 for name in ("epoch", "step"))
-        column = loop.history.last(self.metric or "", 2)
+        same = all(len(set(loop.history.get(name, [])[-2:])) == 1 for name in ("epoch", "step"))
+        column = loop.history.get(self.metric or "", [])
         return same and len(column) > 1 and column[-2] is not None
 
     def _passed(self, loop: LoopState) -> tuple[int, int] | None:

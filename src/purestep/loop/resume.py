@@ -26,17 +26,15 @@ log = logging.getLogger("purestep")
 # --- open -------------------------------------------------------------------------------------------------------------
 
 
-def open_snapshots(snapshots: Any, config: FitConfig, feed: data.Feed) -> tuple[Snapshots | None, bool]:
+def open_snapshots(snapshots: Any, config: FitConfig) -> tuple[Snapshots | None, bool]:
     """Return the snapshots to write, and True if this function opened them, so that fit closes them.
 
     Raises:
         ConfigError: neither a Snapshots nor a path.
-        DataError: a loader that a snapshot inside an epoch cannot resume.
         Locked, WriteFailed: the directory cannot be written.
     """
     if snapshots is None or config.fast_dev_run:
         return None, False
-    feed.require_resume()
     opened, owned = snapshots, False
     if isinstance(snapshots, str | os.PathLike):
         opened, owned = Snapshots(snapshots), True
@@ -68,7 +66,7 @@ def resumed(
         # Saved by hand, without a loop's position. Later snapshots get later names.
         return snapshot.state, LoopState(calls=snapshot.step, origin=origin, injected=given), False
     feed.restore(snapshot.loop["feed"])
-    loop = from_json(snapshot.loop["record"])._replace(origin=origin)
+    loop = from_json(snapshot.loop["record"], snapshot.history)._replace(origin=origin)
     log.info("resumed from step %d: epoch %d, batch %d", snapshot.step, loop.epoch + 1, loop.batch)
     _warn_of_another_seed(state, snapshot.state, source=config.resume)
     _warn_of_other_hyperparams(loop.injected, given, _injected(snapshot.state))
@@ -248,7 +246,7 @@ class Checkpointer:
         self.snapshots.due(updates=loop.updates + ahead, epoch=loop.epoch)  # the policy counts from here
         stored = {"record": to_store(loop), "feed": self._feed.position(loop.epoch, loop.batch)}
         self._saved = loop.calls
-        self.snapshots.save(loop.calls, state, loop=stored, metrics=metrics, overwrite=again)
+        self.snapshots.save(loop.calls, state, loop=stored, metrics=metrics, history=loop.history, overwrite=again)
         if self.on_save is not None:
             self.on_save()
         return events.Saved(loop.calls, self.snapshots.directory / str(loop.calls))

@@ -90,7 +90,7 @@ class Epochs:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._stack = ExitStack()
-        self._ahead: data.Ahead[Any] | None = None
+        self._ahead: data.Prefetched | None = None
         self._batches: Iterator[Any] = iter(())
 
     @property
@@ -105,7 +105,7 @@ class Epochs:
             services.schedule.begin(loop)
             loaded = services.feeds.train.epoch(loop.epoch, loop.batch)
             watched = services.processes.watch(services.progress.timed(loaded))
-            ahead = data.Ahead(data.prefetch(watched, data.device_of(self._run.state), name="train"))
+            ahead = data.prefetch(watched, data.device_of(self._run.state), name="train")
             # Both stay open as long as there may be a snapshot: a feed may have to ask its loader for more.
             self._stack.enter_context(closing(loaded))
             self._ahead = self._stack.enter_context(closing(ahead))

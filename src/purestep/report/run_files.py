@@ -203,14 +203,11 @@ def _stored_history(directory: Path, newest: Summary | None, problems: list[str]
     if newest is None:
         return []
     try:
-        loop = snapshot.whole_loop(directory, newest.step)
+        return _by_row(snapshot.read_history(directory, newest.step))
     except (SnapshotError, OSError) as error:
         if (directory / str(newest.step)).exists():  # otherwise its writer has deleted it in the meantime
             problems.append(" ".join(str(error).split()))
-        loop = newest.loop
-    record = loop.get("record") if isinstance(loop, dict) else None
-    columns = cast("dict[str, Any]", record).get("history") if isinstance(record, dict) else None
-    return _by_row(cast("dict[str, list[Any]]", columns)) if isinstance(columns, dict) else []
+        return []
 
 
 def _by_row(columns: Mapping[str, list[Any]]) -> list[Row]:

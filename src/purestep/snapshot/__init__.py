@@ -2,26 +2,24 @@
 
 snapshots        `Snapshots`: save, restore, list the steps, decide when one is due
 save_policy      when a snapshot is due
-state_copy       the copy of a state in host memory; staging: its tensors as arrays
+staging          the copy of a state in host memory, and its tensors as arrays
 writer           one save, from the copy to the committed directory, in a thread
 reader           one step of a directory back to a state; partial_restore: ``only="params"``
 parts            several processes: which rows each one writes and reads, and how one waits for another
-digest           CRC-32 of a leaf's values, of bytes, of a file
 directory        the steps in a directory; manifest: the contents of one step
-history_rows     long histories in a file of their own
+history          the history of a run as one array
 summary          the steps of a directory, for people; run_record: how the run started and ended
-orbax_io         the only file that imports orbax, at first use; small leaves are restored without it
+orbax_io         the only file that imports orbax, at first use
 versions         the versions and the hardware, for the manifest
 """
 
-from .history_rows import Table as Table
 from .reader import Snapshot as Snapshot
 from .run_record import RunInfo as RunInfo
 from .run_record import RunRecord as RunRecord
 from .run_record import read_run_info as read_run_info
 from .snapshots import Snapshots as Snapshots
 from .summary import Summary as Summary
+from .summary import read_history as read_history
 from .summary import set_aside as set_aside
 from .summary import summaries as summaries
 from .summary import verify as verify
-from .summary import whole_loop as whole_loop

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import Corrupt, NotFound, SnapshotError
-from ..files import failpoint, read_json, remove_tree, sync_directory, write_failed
-from . import history_rows as tables
+from ..files import failpoint, remove_tree, sync_directory, write_failed
 from . import manifest as manifests
 
 _REPLACED = ".replaced-"
@@ -30,32 +29,6 @@ class Entry(NamedTuple):
     step: int
     metrics: dict[str, float]
     monitor: tuple[str, str] | None
-
-
-class Abandoned:
-    """The steps to archive after a restore of an older step.
-
-    A run continues from its first restore: newer steps are another run's, and the next save archives them. A later
-    restore may only read, for example the best step: newer steps are archived only if a save conflicts with them.
-    """
-
-    def __init__(self) -> None:
-        self.steps: set[int] = set()
-        self.at_once = False
-        self._begun = False
-        self._first: int | None = None
-
-    def restored(self, root: Path, step: int) -> None:
-        """Call this after a step was read."""
-        if not self._begun:
-            self._first, self._begun = step, True
-        self.steps = {s for s in numbered(root) if s > step}
-        self.at_once = step == self._first
-
-    def saved(self) -> None:
-        """Call this after a step was written: earlier conflicts are resolved."""
-        self.steps = set()
-        self.at_once, self._first, self._begun = False, None, True
 
 
 def numbered(root: Path) -> list[int]:
@@ -125,34 +98,36 @@ def best(found: list[Entry], monitor: str, mode: str, *, count: int = 1) -> list
     return [step for _, step in sorted(known)[:count]]
 
 
-def to_archive(root: Path, step: int, *, abandoned: Abandoned, overwrite: bool) -> tuple[int, ...]:
-    """The steps to archive before this step can be saved.
+def check_order(root: Path, step: int, *, restored: int | None, overwrite: bool) -> None:
+    """Raise SnapshotError unless this step would be the newest one of the run in the directory.
 
     Args:
+        root: the directory.
         step: the step to save.
-        abandoned: the steps after the last restored one.
-        overwrite: an equal step may be replaced.
-
-    Raises:
-        SnapshotError: the step or a later one exists, and no older one was restored.
+        restored: the step that was restored since the last save, if any; newer ones belong to another run.
+        overwrite: the newest step may be replaced.
     """
     there = numbered(root)
+    aside = ", which renames them to <step>.archived"
+    newer = [s for s in there if restored is not None and s > restored]
+    if newer:
+        raise SnapshotError(
+            f"step {restored} was restored, and the newer steps {', '.join(map(str, newer))} exist",
+            where=str(root),
+            hint=f"call start_over(after={restored}){aside}; to look at older steps, use Snapshots(..., writer=False)",
+        )
     later = [s for s in there if s >= step]
-    archivable = abandoned.steps.issuperset(later)
-    if archivable and (later or abandoned.at_once):
-        return tuple(s for s in there if s in abandoned.steps)
     if not later or (overwrite and later == [step]):
-        return ()
-    if step in later and not overwrite:
+        return
+    if later == [step]:
         raise SnapshotError(f"step {step} exists already", where=str(root), hint="call save(..., overwrite=True)")
     older = [s for s in there if s < step]
-    hint = (
-        f"call restore(template, step={older[-1]}) first"
-        if older
-        else "call snapshots.start_over(), which archives all"
+    cure = f"start_over(after={older[-1]})" if older else "start_over()"
+    raise SnapshotError(
+        f"step {step} is not newer than the existing step {later[-1]}",
+        where=str(root),
+        hint=f"call {cure}{aside}, or use another directory",
     )
-    hint += ", or use another directory"
-    raise SnapshotError(f"step {step} is older than the existing step {later[-1]}", where=str(root), hint=hint)
 
 
 def check_room(root: Path, needed: int) -> None:
@@ -242,21 +217,6 @@ def sweep(root: Path) -> None:
             restore_replaced(root, int(step))
         if name.startswith((".tmp-", ".old-", _REPLACED)):
             remove_tree(root / name)
-    _sweep_rows(root)
-
-
-def _sweep_rows(root: Path) -> None:
-    """Delete files of rows that no snapshot uses, including those set aside."""
-    if not tables.unused(root, set()):
-        return
-    used: set[str] = set()
-    for path in root.glob(f"*/{manifests.NAME}"):
-        try:
-            used |= {earlier["file"] for earlier in read_json(path).get("earlier", {}).values()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return  # this step may use any file
-    for path in tables.unused(root, used):
-        remove_tree(path)
 
 
 def probe(root: Path) -> None:

@@ -29,7 +29,6 @@ from ..data import random_state
 Array = np.ndarray[Any, Any]
 
 _ITEM = "state"
-_log = logging.getLogger("purestep")
 
 
 def ready(platforms: str | None) -> None:
@@ -131,19 +130,6 @@ def write(folder: Path, arrays: Mapping[str, tuple[str, Array]], *, platforms: s
         orbax.save(folder, state, checkpointable_name=_ITEM)
 
 
-def shapes(folder: Path, *, platforms: str | None) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """For each stored name, its shape and the shapes of its chunks, from the metadata."""
-    orbax = _orbax(platforms)
-    with _quiet():
-        found = orbax.metadata(folder, checkpointable_name=_ITEM).metadata
-    result: dict[str, tuple[tuple[int, ...], ...]] = {}
-    for name, entry in found.items():
-        storage = entry.storage_metadata
-        chunks = (storage.chunk_shape, storage.write_shape) if storage is not None else ()
-        result[name] = (tuple(entry.shape), *(tuple(chunk) for chunk in chunks if chunk is not None))
-    return result
-
-
 def read(folder: Path, wanted: Mapping[str, str], *, platforms: str | None) -> dict[str, Array]:
     """Read some of the arrays as carrier arrays that share no memory.
 
@@ -155,27 +141,6 @@ def read(folder: Path, wanted: Mapping[str, str], *, platforms: str | None) -> d
         placeholders = {key(path): np.empty(0, _stored_type(dtype)) for path, dtype in wanted.items()}
         found = orbax.load(folder, placeholders, checkpointable_name=_ITEM)
     return {path: _carried(found[key(path)]) for path in wanted}
-
-
-def read_chunks(folder: Path, wanted: Mapping[str, int]) -> dict[str, bytes]:
-    """Read arrays of one chunk directly from the key-value store in which orbax writes them.
-
-    orbax takes a millisecond for an array of any size; this takes a thirtieth of that. The bytes are not checked: the
-    caller compares their digests, and calls `read` for arrays that differ or are missing.
-
-    Args:
-        wanted: path -> number of dimensions of the arrays to read.
-    """
-    try:
-        import tensorstore  # orbax's own
-
-        base = {"driver": "file", "path": f"{folder / _ITEM}/"}
-        values = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
-        found = {path: values.read(f"{key(path)}/c{'/0' * rank}") for path, rank in wanted.items()}
-        return {path: value for path, chunk in found.items() if (value := chunk.result().value)}
-    except Exception as error:  # damaged, or another layout: `read` succeeds or raises
-        _log.info("%s: read through orbax: %s", folder, error)
-        return {}
 
 
 def _carried(values: Array) -> Array:

@@ -25,6 +25,7 @@ from ..files import read_json
 from ..parallel import mesh as meshes
 from ..parallel import placement
 from ..types import TrainState, Tree
+from .manifest import Leaf, Piece, describe
 
 _SHORTEST, _LONGEST = 0.002, 0.05  # seconds between two looks at a report
 
@@ -61,12 +62,11 @@ class Spread(NamedTuple):
         rows = self.cuts.get(path)
         return self.part == 0 if rows is None else rows.end > rows.first
 
-    def pieces(self, path: str) -> list[tuple[int, int, int]]:
-        """``[(part, first row, end), ...]`` of a cut leaf, without empty ones."""
-        shape = self.cuts[path].shape
-        leaf = placement.Leaf(path, shape, (), True)
-        bounds = [(part, *leaf.bounds(part, self.parts)) for part in range(self.parts)]
-        return [entry for entry in bounds if entry[2] > entry[1]]
+    def pieces(self, path: str) -> tuple[Piece, ...]:
+        """The rows of a cut leaf in each part that has some."""
+        leaf = placement.Leaf(path, self.cuts[path].shape, (), True)
+        found = [Piece(part, *leaf.bounds(part, self.parts)) for part in range(self.parts)]
+        return tuple(piece for piece in found if piece.end > piece.first)
 
 
 def without_tensor_parts(state: Tree) -> Tree:
@@ -94,15 +94,11 @@ def as_tensor_parts(whole: Tree, like: Tree) -> Tree:
 
 
 def _is_tensor_parallel(node: Any) -> bool:
-    return isinstance(node.placement, placement.Placement) and node.placement.layout.tensor > 1
+    return _is_in_pieces(node) and node.placement.layout.tensor > 1
 
 
 def _mapped(fn: Callable[[Any], Any], state: Tree) -> Tree:
-    return tree.map(
-        lambda node: fn(node) if isinstance(node, TrainState) else node,
-        state,
-        is_leaf=lambda node: isinstance(node, TrainState),
-    )
+    return tree.map(lambda node: fn(node) if _is_state(node) else node, state, is_leaf=_is_state)
 
 
 def spread(state: Tree) -> Spread:
@@ -133,24 +129,41 @@ def spread(state: Tree) -> Spread:
 
 
 def _layouts(state: Tree) -> list[tuple[str, placement.Layout]]:
-    found = tree.with_paths(state, is_leaf=lambda node: isinstance(node, TrainState))
-    return [
-        (f"{path}/" if path else "", node.placement.layout)
-        for path, node in found
-        if isinstance(node, TrainState) and isinstance(node.placement, placement.Placement)
-    ]
+    if not any(map(_is_in_pieces, tree.flatten(state, is_leaf=_is_state)[0])):
+        return []  # the paths of a thousand leaves take 20 ms
+    found = tree.with_paths(state, is_leaf=_is_state)
+    return [(f"{path}/" if path else "", node.placement.layout) for path, node in found if _is_in_pieces(node)]
+
+
+def _is_state(node: Any) -> bool:
+    return isinstance(node, TrainState)
+
+
+def _is_in_pieces(node: Any) -> bool:
+    return _is_state(node) and isinstance(node.placement, placement.Placement)
+
+
+def described(leaves: list[tuple[str, Any]], spread: Spread) -> dict[str, Leaf]:
+    """`manifest.describe`, with the shapes and pieces of whole tensors.
+
+    Raises:
+        StateError: a leaf cannot be stored.
+    """
+    records = describe(leaves)
+    for path, rows in spread.cuts.items():
+        whole = records[path]._replace(shape=rows.shape)
+        is_cut = whole.is_stored and spread.parts > 1
+        records[path] = whole._replace(pieces=spread.pieces(path)) if is_cut else whole
+    return records
 
 
 @torch.no_grad()
-def summed(paths: list[str], leaves: list[Any], sums: tuple[str, ...]) -> list[Any]:
-    """The leaves, with the sums over the processes: a collective if there are any."""
-    chosen = set(sums)
-    places = [index for index, path in enumerate(paths) if path in chosen]
-    if not places:
+def summed(leaves: dict[str, Any], sums: tuple[str, ...]) -> dict[str, Any]:
+    """The leaves by path, with the sums over the processes: a collective if there are any."""
+    if not sums:
         return leaves
-    totals = placement.summed([leaves[index] for index in places], "batch")
-    found = dict(zip(places, totals, strict=True))
-    return [found.get(index, leaf) for index, leaf in enumerate(leaves)]
+    totals = placement.summed([leaves[path] for path in sums], "batch")
+    return leaves | dict(zip(sums, totals, strict=True))
 
 
 def own_rows(value: Tensor, rows: Rows | None) -> Tensor:

@@ -13,15 +13,14 @@ from typing import Any, NamedTuple
 
 from .. import tree
 from ..errors import ConfigError, Corrupt, Locked, NotFound, RankError, SnapshotError, WriteFailed
-from ..files import DirectoryLock, directory_path, is_locked
+from ..files import DirectoryLock, directory_path, failpoint, is_locked
 from ..parallel import host
 from ..state import check_choice
 from ..types import Tree
-from . import directory, orbax_io, parts, reader, save_policy, staging, state_copy, writer
+from . import directory, orbax_io, parts, reader, save_policy, staging, writer
+from . import history as history_
 from . import manifest as manifests
 from . import writer as writer_
-from .directory import Abandoned
-from .history_rows import RowsFile, Table
 from .reader import Snapshot
 from .versions import environment
 
@@ -35,6 +34,14 @@ class _Call(NamedTuple):
     leaves: int  # digest of paths, shapes, dtypes and the number of parts
     token: str
     before: tuple[Any, ...] | None  # the error of the previous save, as `host.sent`
+
+
+class _Plan(NamedTuple):
+    """A save that was checked and has not begun."""
+
+    manifest: manifests.Manifest
+    leaves: dict[str, Any]  # by path
+    spread: parts.Spread
 
 
 class Snapshots:
@@ -116,9 +123,9 @@ class Snapshots:
         self._platforms = jax_platforms
         self._lock = DirectoryLock(self.directory)
         self._background = writer_.Background()
-        self._copies = state_copy.StateCopies()
-        self._abandoned = Abandoned()
-        self._rows: dict[str, RowsFile] = {}  # only the writer uses it
+        self._paths = tree.Paths()
+        self._buffers: staging.Buffers = {}  # of the last save; the next one reuses them
+        self._restored: int | None = None  # the step that was restored since the last save
         self._peers = host.Peers()  # of `open`
         self._sees_locks = True  # of the other processes
         self._saves = itertools.count()
@@ -222,7 +229,7 @@ class Snapshots:
             self.wait()
         finally:
             self._closed = True
-            self._copies.clear()
+            self._buffers = {}
             if not self._background.busy:  # else Ctrl-C interrupted the wait; the end of the script waits
                 self._lock.release()
 
@@ -312,16 +319,37 @@ class Snapshots:
         ranked = directory.best(found, *monitor) if monitor else []
         return ranked[0] if ranked else None
 
-    def start_over(self) -> list[int]:
-        """Rename all steps, intact or damaged, to ``<step>.archived`` and return them. Raises the errors of `open`."""
+    def start_over(self, *, after: int | None = None) -> list[int]:
+        """Rename steps to ``<step>.archived``, intact or damaged ones, and return them: a run begins again before them.
+
+        Args:
+            after: only newer steps than this one. By default all steps.
+
+        Raises:
+            Locked, WriteFailed, SnapshotError, RankError: as in `open`.
+
+        Example:
+            >>> import tempfile, torch
+            >>> with Snapshots(tempfile.mkdtemp()) as snapshots:
+            ...     for step in (5, 10):
+            ...         snapshots.save(step, {"w": torch.ones(1)})
+            ...     snapshots.wait()
+            ...     snapshots.start_over(after=5), snapshots.steps()
+            ([10], [5])
+        """
         self.open()
+        self._background.join()
 
         def archive() -> list[int]:
-            for step in (found := directory.numbered(self.directory)):
+            found = [step for step in directory.numbered(self.directory) if after is None or step > after]
+            for step in reversed(found):  # a run that is killed here keeps a whole beginning
+                failpoint("snapshot.archive")
                 directory.set_aside(self.directory, step, "archived")
             return found
 
-        return host.peers().first(archive)
+        found = self._peers.first(archive)
+        self._restored = None
+        return found
 
     def check_space(self, state: Tree) -> None:
         """Warn if the disk has no room for the snapshots of this state to keep. Call it before the first step.
@@ -330,7 +358,7 @@ class Snapshots:
             StateError: a leaf cannot be stored.
         """
         state = parts.without_tensor_parts(state)
-        described = state_copy.described(tree.with_paths(state), parts.spread(state))
+        described = parts.described(tree.with_paths(state), parts.spread(state))
         if host.peers().rank:
             return
         size = sum(staging.size(leaf.dtype, leaf.shape) for leaf in described.values() if leaf.is_stored)
@@ -347,26 +375,29 @@ class Snapshots:
         loop: Any = None,
         metrics: Mapping[str, Any] | None = None,
         meta: Any = None,
+        history: Mapping[str, Any] | None = None,
         overwrite: bool = False,
     ) -> None:
         """Copy the state to host memory, return, and write the copy in the background.
 
         The state may be donated or changed after the return. One save runs at a time; another one waits for it
-        (counted in ``waits``). After a `restore` of an older step, a save renames the later steps to
-        ``<step>.archived``.
+        (counted in ``waits``). Steps only grow: to go on from an older step that was restored, call
+        ``start_over(after=step)`` first.
 
         Args:
             step: the name of the snapshot, at least 0.
             state: a pytree of tensors, Python numbers and text.
             loop: the state of the loop as JSON: dicts, lists, text, numbers. Of several processes, the first one's
-                ``loop``, ``metrics`` and ``meta`` are stored.
+                ``loop``, ``metrics``, ``meta`` and ``history`` are stored.
             metrics: numbers by name; the monitored one decides which step is best.
             meta: notes as JSON.
+            history: columns of numbers and None, one row each time something was measured. They are stored as one
+                array, which takes less time than JSON.
             overwrite: replace the newest step if it has this name.
 
         Raises:
-            SnapshotError: the step exists already, or it is older than the newest step and no step before it was
-                restored; or ``loop`` or ``meta`` are no JSON.
+            SnapshotError: the step is not newer than all others, or an older step was restored and newer ones exist;
+                or ``loop`` or ``meta`` are no JSON.
             StateError: a leaf cannot be stored.
             WriteFailed: there is no memory for the copy; or the previous save failed (this one runs all the same).
             Locked: another run writes into the directory.
@@ -375,73 +406,71 @@ class Snapshots:
         self.open()
         here = self._peers
         state = parts.without_tensor_parts(state)
-        tables: dict[str, Table] = {}
-        plan: list[tuple[manifests.Manifest, state_copy.Described, tuple[int, ...]]] = []
-
         # Another process may not have seen the end of the previous save yet: each save has its own names.
         token = f"{os.getpid()}.{next(self._saves)}" if here.size > 1 else f"{os.getpid()}"
+        plan: list[_Plan] = []
 
         def check() -> _Call:
             number = directory.checked_step(self.directory, step)
-            described = self._copies.describe(state)
-            layout = described.layout
-            manifest = manifests.Manifest(
+            paths, leaves = self._paths(state)
+            spread = parts.spread(state)
+            described = parts.described(list(zip(paths, leaves, strict=True)), spread)
+            manifest = manifests.Manifest.model_construct(
+                format=manifests.FORMAT,
                 step=number,
-                leaves=layout.records,
-                loop=manifests.as_json(loop, where="loop", tables=tables),
+                leaves=described,
+                loop=manifests.as_json(loop, where="loop"),
+                history=history_.columns(history),
                 metrics=manifests.as_metrics(metrics),
                 meta=manifests.as_json(meta, where="meta"),
                 monitor=self._monitor,
-                environment=environment(layout.device),
-                files={},
+                environment=environment(tree.device(leaves)),
+                parts=spread.parts,
             )
             self.waits += self._background.busy
             self._background.join()
-            archive = ()
             if here.rank == 0:
-                archive = directory.to_archive(self.directory, number, abandoned=self._abandoned, overwrite=overwrite)
+                directory.check_order(self.directory, number, restored=self._restored, overwrite=overwrite)
             if here.rank == 0 and here.size > 1:
-                writer.prepare(writer.staging_path(self.directory, number, token), layout.spread.parts)
-            plan.append((manifest, described, archive))
-            return _Call(number, _fingerprint(layout), token, host.sent(self._background.take_error()))
+                writer.prepare(writer.staging_path(self.directory, number, token), spread.parts)
+            plan.append(_Plan(manifest, dict(zip(paths, leaves, strict=True)), spread))
+            return _Call(
+                number,
+                _fingerprint(manifest, spread) if here.size > 1 else 0,
+                token,
+                host.sent(self._background.take_error()),
+            )
 
         try:
             calls = here.together(check)
             _compare(calls, where=str(self.directory))
         except Exception as error:
             if here.rank == 0 and here.size > 1:
-                for manifest, described, _ in plan:
-                    path = writer.staging_path(self.directory, manifest.step, token)
-                    writer.clear(path, described.layout.spread.parts)
+                for manifest, _, spread in plan:
+                    writer.clear(writer.staging_path(self.directory, manifest.step, token), spread.parts)
             if isinstance(error, WriteFailed):
                 return self._report(error)
             raise
-        ((manifest, described, archive),) = plan
-        spread = described.layout.spread
+        ((manifest, leaves, spread),) = plan
         if self._staging is not None:
             writer.clear(self._staging, spread.parts)
         if here.rank == 0 and here.size > 1:
             self._staging = writer.staging_path(self.directory, manifest.step, token)
-        leaves = parts.summed(described.layout.paths, described.leaves, spread.sums)
+        leaves = parts.summed(leaves, spread.sums)
         failure: WriteFailed | None = None
-        buffers: staging.Buffers = {}
         try:
-            buffers = writer.copied(
-                self.directory, manifest.step, lambda: self._copies.copy(described._replace(leaves=leaves))
-            )
+            self._buffers = writer.copied(self.directory, manifest.step, lambda: self._copy(manifest, leaves, spread))
         except WriteFailed as error:
+            self._buffers = {}
             if here.size == 1:
                 return self._report(error)
             failure = error  # the others learn it from the writer's thread
         job = writer.Job(
             root=self.directory,
             manifest=manifest,
-            buffers=buffers,
-            tables=tables,
-            rows=self._rows,
+            buffers=self._buffers,
+            history=None if not history else {name: tuple(column) for name, column in history.items()},
             overwrite=overwrite,
-            archive=archive,
-            abandoned=self._abandoned,
             keep=self.keep,
             keep_best=self.keep_best,
             platforms=self._platforms,
@@ -450,10 +479,17 @@ class Snapshots:
             failure=failure,
         )
         self._last = self._here
-        if buffers:
+        self._restored = None
+        if self._buffers:
             orbax_io.ready(self._platforms)
         self._background.start(lambda: writer.run(job), holding=self._lock)
         self._report(next((host.received(call.before) for call in calls if call.before is not None), None))
+
+    def _copy(self, manifest: manifests.Manifest, leaves: Mapping[str, Any], spread: parts.Spread) -> staging.Buffers:
+        """Copy the values that this process stores, into the memory of the last copy where it fits."""
+        stored = [path for path, leaf in manifest.leaves.items() if leaf.is_stored and spread.writes(path)]
+        spare, self._buffers = self._buffers, {}
+        return staging.stage({path: parts.own_rows(leaves[path], spread.cuts.get(path)) for path in stored}, spare)
 
     def _is_alive(self, rank: int) -> bool:
         """False if that process has ended, or has closed its object; True if the disk has no locks."""
@@ -462,7 +498,7 @@ class Snapshots:
     # --- restore --------------------------------------------------------------------------------------------------
 
     def restore(self, template: Tree, *, step: int | None = None, only: str | Iterable[str] | None = None) -> Snapshot:
-        """Read a `Snapshot` (step, state, loop, metrics, meta) into new tensors. The template is not changed.
+        """Read a `Snapshot` (step, state, loop, metrics, meta, history) into new tensors. The template is not changed.
 
         Args:
             template: a state with the structure, shapes, dtypes and devices of the result.
@@ -488,7 +524,7 @@ class Snapshots:
             found = self._read_together(here, whole, step, prefixes)
         else:
             found = self._newest_good(here, whole, prefixes)
-        self._abandoned.restored(self.directory, found.step)
+        self._restored = found.step
         return found._replace(state=parts.as_tensor_parts(found.state, template))
 
     def _check_exists(self, step: int) -> None:
@@ -520,7 +556,6 @@ class Snapshots:
                 prefixes,
                 platforms=self._platforms,
                 warn=self._is_writer,
-                strict=self.strict,
                 quiet=quiet,
             )
         except Corrupt:
@@ -573,10 +608,10 @@ def _lock_name(rank: int) -> str:
     return f".lock-{rank}" if rank else ".lock"
 
 
-def _fingerprint(layout: state_copy.Layout) -> int:
+def _fingerprint(manifest: manifests.Manifest, spread: parts.Spread) -> int:
     """A digest of the facts that must be equal in all processes."""
-    leaves = [(path, record.dtype, record.shape) for path, record in layout.records.items()]
-    return zlib.crc32(repr((leaves, layout.spread.ranks, layout.spread.sums)).encode())
+    leaves = [(path, leaf.dtype, leaf.shape) for path, leaf in manifest.leaves.items()]
+    return zlib.crc32(repr((leaves, spread.ranks, spread.sums)).encode())
 
 
 def _compare(calls: list[_Call], *, where: str) -> None:

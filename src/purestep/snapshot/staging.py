@@ -92,17 +92,6 @@ def stage(tensors: dict[str, Tensor], spare: Buffers) -> Buffers:
     return buffers
 
 
-@torch.no_grad()
-def stage_again(tensors: list[Tensor], buffers: Buffers) -> None:
-    """Copy CPU tensors into the buffers of an earlier `stage` of tensors with the same layout.
-
-    Args:
-        tensors: checked tensors, in the same order as before.
-        buffers: unused buffers.
-    """
-    _copy([_bits(tensor) for tensor in tensors], list(buffers.values()))
-
-
 def _copy(sources: list[Tensor], buffers: list[Tensor]) -> None:
     # One call for all: for small tensors, the call takes longer than the copy.
     if sources:
@@ -117,26 +106,15 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _buffer_for(source: Tensor, spare: Tensor | None) -> Tensor:
-    plain = source.is_contiguous()
-    if spare is not None and spare.dtype is source.dtype and spare.is_same_size(source):
-        alike = spare.is_contiguous() if plain else spare.stride() == _stride(source)
-        if alike and (not source.is_cuda or spare.is_pinned()):
+    """A tensor in C order, whose array orbax writes as it is."""
+    if spare is not None and spare.dtype is source.dtype and spare.is_same_size(source):  # noqa: SIM102
+        if not source.is_cuda or spare.is_pinned():
             return spare
     if source.is_cuda:
-        flat = torch.empty(source.numel(), dtype=source.dtype, pin_memory=True)
-    else:  # numpy requests huge pages and torch does not: page faults take a fraction of the time
-        flat = torch.from_numpy(np.empty(source.numel() * source.itemsize, np.uint8)).view(source.dtype)
-    return flat.view(source.shape) if plain else flat.as_strided(source.shape, _stride(source))
-
-
-def _stride(source: Tensor) -> tuple[int, ...]:
-    """The source's order in memory, so that the copy is one pass; the writer's `array` converts it to C order."""
-    return torch.empty_like(source, device="meta").stride()
-
-
-def array(buffer: Tensor) -> np.ndarray[Any, Any]:
-    """The buffer as a C-contiguous array of its carrier type; a view if it has that order already."""
-    return buffer.contiguous().numpy()
+        return torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+    # numpy requests huge pages and torch does not: page faults take a fraction of the time
+    flat = torch.from_numpy(np.empty(source.numel() * source.itemsize, np.uint8)).view(source.dtype)
+    return flat.view(source.shape)
 
 
 def carrier(dtype: str) -> np.dtype[Any]:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from ..errors import SnapshotError
 from . import directory, reader
-from . import history_rows as tables
 from . import manifest as manifests
 
 
@@ -23,12 +22,12 @@ class Summary(NamedTuple):
     metrics: Mapping[str, float]
     monitor: tuple[str, str] | None
     environment: Mapping[str, Any]
-    loop: Any  # without the earlier rows of its tables, see `whole_loop`
+    loop: Any
     problem: str | None  # why it cannot be restored, in one line; the fields above are empty then
 
 
 def summaries(root: Path) -> list[Summary]:
-    """Every step in ascending order, intact or not. Checks manifests, file sizes and the digests of small files.
+    """Every step in ascending order, intact or not. Checks manifests and file sizes.
 
     A step that the writer deletes in the meantime is left out.
 
@@ -51,17 +50,18 @@ def _summary(root: Path, step: int) -> Summary | None:
     return Summary(step, saved, size, len(read.leaves), read.metrics, read.monitor, read.environment, read.loop, None)
 
 
-def whole_loop(root: Path, step: int) -> Any:
-    """The loop's state of a step, with every row of its tables.
+def read_history(root: Path, step: int) -> dict[str, list[Any]]:
+    """The columns of the history of a step; empty if it has none.
 
     Raises:
-        SnapshotError: the step, or a file of rows, is damaged or gone.
+        SnapshotError: the step, or its history, is damaged or gone.
     """
-    return reader.whole_loop(root, manifests.read(directory.place(root, step)), strict=True)
+    folder = directory.place(root, step)
+    return manifests.read_history(folder, manifests.read(folder)) or {}
 
 
 def verify(root: Path, step: int) -> str | None:
-    """Read every value and every row of a step and compare the digests; return the problem in one line, or None.
+    """Read every file of a step and compare the checksums; return the problem in one line, or None.
 
     Also None for a step that the writer deletes in the meantime.
     """
@@ -69,9 +69,10 @@ def verify(root: Path, step: int) -> str | None:
     try:
         read = manifests.read(folder)
         for part in range(read.parts):
-            reader.verify(folder, read, part=part, platforms="cpu")
-        for earlier in read.earlier.values():
-            tables.read(root, earlier)
+            manifests.check_files(folder, read, part)
+            if read.format < manifests.FORMAT:  # its checksums are those of values
+                reader.load(folder, read, part, read.stored(part).keys(), platforms="cpu")
+        manifests.read_history(folder, read)
     except (SnapshotError, OSError) as error:
         return None if _is_gone(root, step) else _line(error)
     return None

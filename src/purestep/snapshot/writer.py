@@ -1,31 +1,31 @@
 """Write one snapshot: from the staged buffers to a verified, committed directory on the disk.
 
-Reading order: `Job` and `run`, the steps of one save; `Team` and `_help`, the steps of the other processes of a mesh;
-then `Background`, the thread that runs one job at a time and that the end of a script waits for.
+Reading order: `Job` and `run`, the steps of one save; `_write_part`, the part of each process of a mesh; then
+`Background`, the thread that runs one job at a time and that the end of a script waits for.
 """
 
 from __future__ import annotations
 
 import concurrent.futures.thread  # registers its exit hook; ours must be registered later to run earlier
+import logging
 import os
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from ..errors import Corrupt, WriteFailed
 from ..files import failpoint, remove_tree, sync_directory, sync_tree, write_failed
-from . import digest, directory, orbax_io, parts, reader
+from . import directory, history, orbax_io, parts
 from . import manifest as manifests
 from . import staging as staging_
-from .history_rows import Earlier, RowsFile, Table, placed
-from .manifest import File, Leaf, Manifest, Piece
+from .manifest import File, Manifest
 from .parts import Report, Spread
 
+_log = logging.getLogger("purestep")
 _CLEARINGS = 10
 """Looks at what a failed save has left, each followed by a pause."""
 _PAUSE = 0.02  # seconds
@@ -45,13 +45,10 @@ class Job(NamedTuple):
     """The data of one save. It shares no memory with the caller's state."""
 
     root: Path
-    manifest: Manifest  # without digests and files
+    manifest: Manifest  # without files
     buffers: staging_.Buffers
-    tables: Mapping[str, Table]  # by path in the manifest's ``loop``
-    rows: dict[str, RowsFile]  # their files, for the whole run
+    history: Mapping[str, Any] | None
     overwrite: bool
-    archive: tuple[int, ...]  # steps to rename before the commit
-    abandoned: directory.Abandoned  # the caller reads it only between jobs
     keep: int | None
     keep_best: int
     platforms: str | None
@@ -120,20 +117,27 @@ def copied(root: Path, step: int, make: Callable[[], staging_.Buffers]) -> stagi
 
 
 def run(job: Job) -> None:
-    """Write, digest, flush, read back and commit a step, then delete steps that are no longer kept.
+    """Write, flush, read back and commit a step, then delete steps that are no longer kept.
+
+    Of several processes, each one writes its part, and the first one, which commits, waits for the others.
 
     Raises:
-        WriteFailed: the save failed; the message names the step. Earlier steps are intact, archived ones renamed.
+        WriteFailed: the save failed, here or in another process; the message names the step. Earlier steps are intact.
     """
     if job.team.rank:
         return _help(job)
     step, staging = job.manifest.step, job.staging
     try:
-        if job.failure is not None:
-            raise job.failure
-        _stage(job, staging)
+        files = _write_part(job, 0)
+        failpoint("snapshot.part")
+        for part in range(1, job.spread.parts):
+            files |= {name: File(*file) for name, file in _reported(job, part).items()}
+        failpoint("snapshot.manifest")
+        manifests.write(staging, job.manifest.model_copy(update={"files": files}))
+        failpoint("snapshot.sync")
+        sync_tree(staging)
         failpoint("snapshot.verify")
-        _verify(staging, job.platforms)
+        _read_back(job, 0, files)
         _commit(job, staging)
         _retire(job)
         _end(job)
@@ -187,11 +191,13 @@ def _help(job: Job) -> None:
     if part is not None:
         report = job.report(part)
         try:
-            if job.failure is not None:
-                raise job.failure
-            record = _write_part(job, part)
+            files = _write_part(job, part)
+            failpoint("snapshot.sync")
+            sync_tree(parts.folder(job.staging, job.spread.parts, part))
+            failpoint("snapshot.verify")
+            _read_back(job, part, files)
             failpoint("snapshot.part")
-            report.done(record)
+            report.done(files)
         except Exception as error:
             with suppress(OSError):
                 remove_tree(parts.folder(job.staging, job.spread.parts, part))
@@ -203,25 +209,17 @@ def _help(job: Job) -> None:
     job.report(0).wait(rank=0, alive=lambda: team.is_alive(0), timeout=3 * team.timeout)
 
 
-def _write_part(job: Job, part: int) -> dict[str, Any]:
-    """Write, digest, flush and read back one of several parts; returns its digests and files."""
+def _write_part(job: Job, part: int) -> dict[str, File]:
+    """Write the values that this process holds, and in the first one the history; returns the files."""
+    if job.failure is not None:
+        raise job.failure
     failpoint("snapshot.stage")
-    folder = parts.folder(job.staging, job.spread.parts, part)
-    digests = _write_arrays(job, folder)
-    files = {f"{folder.name}/{name}": file for name, file in manifests.inventory(folder).items()} if digests else {}
-    failpoint("snapshot.sync")
-    if digests:
-        sync_tree(folder)
-    failpoint("snapshot.verify")
-    found = _with_digests(job, {part: digests})
-    reader.verify(job.staging, found, part=part, platforms=job.platforms)
-    return {"digests": digests, "files": {name: file._asdict() for name, file in files.items()}}
-
-
-def _write_arrays(job: Job, folder: Path) -> dict[str, int]:
-    """Write this process's arrays into a folder, which must not exist; returns their digests by path."""
+    count = job.spread.parts
+    folder = parts.folder(job.staging, count, part)
+    if count == 1:
+        remove_tree(folder)
     leaves = job.manifest.leaves
-    arrays = {path: (leaves[path].dtype, staging_.array(buffer)) for path, buffer in job.buffers.items()}
+    arrays = {path: (leaves[path].dtype, buffer.numpy()) for path, buffer in job.buffers.items()}
     if arrays:
         try:
             orbax_io.write(folder, arrays, platforms=job.platforms)
@@ -230,26 +228,20 @@ def _write_arrays(job: Job, folder: Path) -> dict[str, int]:
             # it is the run's directory that is gone, this fails again.
             _remove_written(folder)
             orbax_io.write(folder, arrays, platforms=job.platforms)
+    folder.mkdir(parents=True, exist_ok=True)
+    if part == 0 and job.history is not None:
+        history.write(folder, job.history)
     failpoint("snapshot.digest")
-    return {path: digest.of_values(values) for path, (_, values) in arrays.items()}
+    return manifests.inventory(job.staging, below="" if count == 1 else folder.name)
 
 
-def _with_digests(job: Job, digests: Mapping[int, Mapping[str, int]]) -> Manifest:
-    """The manifest with the digests of some parts."""
-    leaves: dict[str, Leaf] = {}
-    for path, leaf in job.manifest.leaves.items():
-        if path in job.spread.cuts:
-            pieces = [
-                Piece(part, first, end, digests[part][path])
-                for part, first, end in job.spread.pieces(path)
-                if part in digests
-            ]
-            leaves[path] = leaf._replace(pieces=tuple(pieces))
-        elif leaf.is_stored and 0 in digests:
-            leaves[path] = leaf._replace(crc32=digests[0][path])
-        else:
-            leaves[path] = leaf
-    return job.manifest._replace(leaves=leaves, parts=job.spread.parts)
+def _read_back(job: Job, part: int, files: Mapping[str, File]) -> None:
+    """Compare the files of a part, and in the first process the manifest, with what was written."""
+    try:
+        manifest = job.manifest.model_copy(update={"files": files}) if part else manifests.read(job.staging)
+        manifests.check_files(job.staging, manifest, part)
+    except Corrupt as error:
+        raise WriteFailed(f"reads back as damaged: {error.what}", where=error.where, hint="check the disk") from error
 
 
 def _clear(root: Path, step: int, staging: Path) -> None:
@@ -270,57 +262,7 @@ def _remove_written(folder: Path) -> None:
             time.sleep(_PAUSE)
 
 
-def _stage(job: Job, staging: Path) -> None:
-    count = job.spread.parts
-    failpoint("snapshot.stage")
-    if count == 1:
-        remove_tree(staging)
-    digests = {0: _write_arrays(job, parts.folder(staging, count, 0))}
-    staging.mkdir(exist_ok=True)
-    files = dict[str, File]()
-    failpoint("snapshot.part")
-    if count > 1:
-        for part in range(1, count):
-            record = _reported(job, part)
-            digests[part] = record["digests"]
-            files |= manifests.parsed_files(record["files"])
-    manifest = _with_tables(job)
-    failpoint("snapshot.manifest")
-    files = manifests.inventory(staging) | files  # of the others' files, what they have written
-    manifests.write(
-        staging,
-        _with_digests(job, digests)._replace(
-            loop=manifest.loop, earlier=manifest.earlier, files=dict(sorted(files.items()))
-        ),
-    )
-    failpoint("snapshot.sync")
-    sync_tree(staging)
-
-
-def _with_tables(job: Job) -> Manifest:
-    """The manifest with the last rows of every table. Earlier rows go to files of rows."""
-    loop, earlier = job.manifest.loop, dict[str, Earlier]()
-    for path, table in job.tables.items():
-        found = job.rows.setdefault(path, RowsFile()).write(job.root, table)
-        if found is not None:
-            earlier[path] = found
-        loop = placed(loop, path.split("/")[1:], table.columns(found.rows if found else 0))
-    return job.manifest._replace(loop=loop, earlier=earlier)
-
-
-def _verify(staging: Path, platforms: str | None) -> None:
-    try:
-        manifest = manifests.read(staging)
-        reader.verify(staging, manifest, part=0, platforms=platforms)  # the others have read back their parts
-    except Corrupt as error:
-        raise WriteFailed(f"reads back as damaged: {error.what}", where=error.where, hint="check the disk") from error
-
-
 def _commit(job: Job, staging: Path) -> None:
-    failpoint("snapshot.archive")
-    for step in job.archive:
-        directory.set_aside(job.root, step, "archived")
-    job.abandoned.saved()
     target = job.root / str(job.manifest.step)
     if job.overwrite and target.exists():
         failpoint("snapshot.replace")
@@ -344,10 +286,6 @@ def _retire(job: Job) -> None:
             directory.retire(job.root, entry.step)
 
 
-_ENDS_EARLY = (3, 12) <= sys.version_info < (3, 12, 3)
-"""True if this Python starts no thread after the end of a script, even if threads run (CPython issue 113964)."""
-
-
 class Background:
     """Runs at most one job at a time in a thread, and stores its error."""
 
@@ -368,8 +306,6 @@ class Background:
         _finish_at_exit(self)
         self._thread = threading.Thread(target=self._run, args=(job, holding), name="purestep-snapshot")
         self._thread.start()
-        if _ENDS_EARLY:  # orbax starts threads until it has finished
-            self._thread.join()
         return before
 
     def _run(self, job: Callable[[], Any], holding: object) -> None:
@@ -417,27 +353,4 @@ def _finish_all(pid: int) -> None:
         background.join()
         error = background.take_error()
         if error is not None:
-            sys.stdout = cast("Any", _FailingFlush(sys.stdout, error))
-
-
-class _FailingFlush:
-    """Replaces stdout at the end of a script whose last save failed.
-
-    After the exit hooks, only the interpreter's last flush can still set the exit status (to 120) and print an error.
-    `os._exit` would skip the exit hooks of other packages.
-    """
-
-    closed = False
-
-    def __init__(self, stream: Any, error: BaseException) -> None:
-        self._stream = stream
-        self._error = error
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def flush(self) -> None:
-        if self._stream is not None:
-            self._stream.flush()
-        if sys.is_finalizing():
-            raise self._error
+            _log.error("the last save failed: %s (cure: end with snapshots.close(), which raises)", error)
