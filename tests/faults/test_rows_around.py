@@ -360,5 +360,5 @@ def test_row_55_fails_where_intervals_follow_the_wall_clock(tmp_path: Path, monk
 
 
 def test_row_55_fails_where_rows_are_appended_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_files.Rows, "_begin", lambda self, event: None)
+    monkeypatch.setattr(row_files.RowFile, "_begin", lambda self, event: None)
     fails(lambda: test_row_55_a_resumed_run_has_no_row_twice_and_misses_none("jsonl", tmp_path))
