@@ -82,8 +82,8 @@ def find_learning_rate(
     10 points and the last. Take it as the order of magnitude of a peak rate, and look at the curve.
 
     The state is only read. A DataLoader's order depends on seed and epoch, and a loader with ``state_dict`` ends where
-    it was; what another loader keeps from epoch to epoch is not restored. A loader with too few batches repeats the same
-    epoch.
+    it was; what another loader keeps from epoch to epoch is not restored. A loader with too few batches repeats the
+    same epoch.
 
     Args:
         program: its transform has the learning rate as a leaf, by `optim.inject`; with accumulation, each learning
