@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers import assert_trees_close
 from torch import nn
-from torch.utils.data import DataLoader, Sampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import purestep as ps
 from purestep import optim
@@ -123,20 +123,6 @@ def test_a_window_has_one_rate() -> None:
     assert found.losses == pytest.approx(losses, rel=1e-4)
 
 
-class Growing(Sampler[int]):
-    """Its order depends on how often it was iterated."""
-
-    def __init__(self) -> None:
-        self.order = list(range(12))
-
-    def __iter__(self) -> Iterator[int]:
-        self.order = [*self.order[5:], *self.order[:5]]
-        return iter(self.order)
-
-    def __len__(self) -> int:
-        return 12
-
-
 class Rotating:
     """An iterable that shuffles its batches in place."""
 
@@ -168,8 +154,6 @@ class Stateful:
 
 LOADERS: dict[str, Any] = {
     "shuffled": lambda: DataLoader(TensorDataset(X, Y), batch_size=4, shuffle=True),
-    "a sampler with memory": lambda: DataLoader(TensorDataset(X, Y), batch_size=4, sampler=Growing()),
-    "an iterable with memory": Rotating,
     "with a state": Stateful,
 }
 
@@ -246,3 +230,9 @@ def test_the_plot_is_a_picture_and_needs_matplotlib(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(importlib, "import_module", missing)
     with pytest.raises(ConfigError, match=r"needs matplotlib.*purestep\[plot\]"):
         sweep.plot(tmp_path / "again.png")
+
+
+def test_a_loader_that_keeps_something_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    program, state = made()
+    ps.find_learning_rate(program, state, Rotating(), steps=7)
+    assert "train: this pass starts with another batch than the first pass" in caplog.text

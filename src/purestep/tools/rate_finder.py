@@ -81,8 +81,9 @@ def find_learning_rate(
     suggestion is the learning rate at which they fall fastest over its logarithm; like Lightning's it ignores the first
     10 points and the last. Take it as the order of magnitude of a peak rate, and look at the curve.
 
-    The state is only read, and the loader ends where it was: a DataLoader's order depends on seed and epoch, and the
-    state or attributes of any other loader are restored. A loader with too few batches repeats the same epoch.
+    The state is only read. A DataLoader's order depends on seed and epoch, and a loader with ``state_dict`` ends where
+    it was; what another loader keeps from epoch to epoch is not restored. A loader with too few batches repeats the
+    same epoch.
 
     Args:
         program: its transform has the learning rate as a leaf, by `optim.inject`; with accumulation, each learning
@@ -134,7 +135,6 @@ def find_learning_rate(
         )
     window = program.static.accumulate if program.static is not None else 1
     rates, losses, smooth = list[float](), list[float](), 0.0
-    before = data.Attributes(source)
     feed = data.open_feed(loader, name=name, seed=int(state.key[0]), repeats=True, mesh=mesh)
     try:
         with closing(_endless(feed, data.device_of(state), name)) as batches:
@@ -152,7 +152,6 @@ def find_learning_rate(
     finally:
         if feed is not loader:
             feed.close()
-        before.restore()
     return _result(rates, losses, None)
 
 
