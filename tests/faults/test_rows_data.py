@@ -8,7 +8,6 @@ import os
 import signal
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -543,8 +542,21 @@ def test_row_a_workers_forked_while_a_save_is_in_flight(tmp_path: Path, monkeypa
 
 
 def test_row_a_fails_where_a_worker_keeps_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock, "_held", weakref.WeakSet())
-    monkeypatch.setattr(lock._held, "add", lambda item: None, raising=False)
+    kept, acquire = dict[int, int](), lock.DirectoryLock.acquire
+
+    def acquire_twice(self: Any, **patience: float) -> None:
+        if not self.held:
+            acquire(self, **patience)
+            kept[id(self)] = os.dup(self._lock._context.lock_file_fd)  # the workers inherit it
+
+    def close_alone(self: Any) -> None:
+        if id(self) in kept:
+            os.close(kept.pop(id(self)))
+            os.close(self._lock._context.lock_file_fd)
+            self._lock._context.lock_file_fd = None
+
+    monkeypatch.setattr(lock.DirectoryLock, "acquire", acquire_twice)
+    monkeypatch.setattr(lock.DirectoryLock, "release", close_alone)
     fails(lambda: test_row_a_workers_forked_while_a_save_is_in_flight(tmp_path, monkeypatch), ps.errors.Locked)
     for child in torch.multiprocessing.active_children():
         child.kill()
