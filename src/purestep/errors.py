@@ -46,7 +46,7 @@ class NonFiniteError(PurestepError, ArithmeticError):
 
     step: int | None = None  # the call, from 1
     loss: float | None = None
-    leaves: tuple[str, ...] = ()  # not finite, or largest: "batch/0", "gradient of 2.weight", "weight of the loss"
+    leaves: tuple[str, ...] = ()  # not finite, or largest: "batch/0", "gradient of 2.weight"
     items: list[Any] | None = None  # indices into the dataset, if the loader provides them
     state: Any = None  # before that call
     batch: Any = None

@@ -14,13 +14,13 @@ import torch
 from . import tree
 from .compile import plain
 from .data import device_of
-from .diagnostics import Watch, backward, not_finite, purity, recording
+from .diagnostics import purity, recording, repeated
 from .diagnostics import replay as replay_
 from .errors import ConfigError, Mismatch, NotFound, StepContractError
 from .snapshot import Snapshots
 from .state import is_count
 from .torch_ext import tensor_layout
-from .types import Metrics, Program, TrainState, Tree
+from .types import Metrics, Program, Tree
 
 Recording = recording.Recording
 """Consecutive calls of a train step: the state before the first, the batches, and the number of the first."""
@@ -247,15 +247,9 @@ def replay(path: str | Path | Recording, program: Program, *, like: Tree = None,
         )
     before = len(found.batches) - 1 if step is None else step - found.first
     found = replay_.Incident(_through(program, found.state, found.batches[:before]), found.batches[before], notes)
-    first, module, operation = _given(found), "", ""
-    watch = Watch()
-    with watch:
-        state, metrics = program.train_step(found.state, found.batch)
-    if first is None and watch.first is not None:
-        first, module, operation = watch.first
-    if first is None:
-        first, operation = backward(lambda: program.train_step(found.state, found.batch))
-    return Replay(state, metrics, first, module, operation, found.notes)
+    again = repeated(program.train_step, found.state, found.batch)
+    state, metrics = again.result
+    return Replay(state, metrics, again.first, again.module, again.operation, found.notes)
 
 
 class Run(NamedTuple):
@@ -428,17 +422,6 @@ def _array_size(one: Any, two: Any, rtol: float, atol: float) -> float:
             gap[np.isnan(gap)] = math.inf
         differs = (gap > atol + rtol * abs(right)) | np.isinf(gap)
     return float(gap[differs].max(initial=0.0))
-
-
-def _given(found: replay_.Incident) -> str | None:
-    parts = {"batch": found.batch}
-    if isinstance(found.state, TrainState):
-        parts |= {name: getattr(found.state, name) for name in ("params", "frozen", "buffers")}
-    for path, leaf in tree.with_paths(parts):
-        count = not_finite(leaf)
-        if count:
-            return f"{path}: {count} of {leaf.numel()} numbers are not finite"
-    return None
 
 
 def _through(program: Program, state: Tree, batches: Sequence[Any]) -> Tree:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from torch.overrides import TorchFunctionMode
 
+from .. import tree
 from ..torch_ext import tensor_layout, tracing
+from ..types import Empty, TrainState, Tree
 
 # The values of new memory are undefined.
 _UNDEFINED = frozenset("empty empty_like empty_strided empty_permuted new_empty new_empty_strided".split())
@@ -32,6 +34,44 @@ def not_finite(leaf: Any) -> int:
     return leaf.numel() - int(torch.isfinite(leaf).sum())
 
 
+def bad_leaves(named: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return (path, "count of all") of the leaves of these trees that are not finite."""
+    pairs = [pair for name, one in named.items() for pair in tree.with_paths({name: tree.dicts(one)})]
+    counts = [(path, leaf, not_finite(leaf)) for path, leaf in pairs]
+    return [(path, f"{count} of {leaf.numel()}") for path, leaf, count in counts if count]
+
+
+class Repeated(NamedTuple):
+    """A step, repeated in eager mode."""
+
+    result: Any  # of the step
+    loss: float | None  # without its scale; None if nothing was differentiated
+    leaves: list[tuple[str, str]]  # (path, "count of all") of the leaves of batch and state that are not finite
+    first: str | None  # where the first number that is not finite appears
+    module: str
+    operation: str  # "" if it is in a leaf
+
+
+def repeated(step: Callable[[Tree, Any], Any], state: Tree, batch: Any) -> Repeated:
+    """Call a step, once or twice, and find where the first number that is not finite appears: in the batch or the
+    state, in its forward pass, or in its backward pass (only NaN)."""
+    named, scale = {"batch": batch}, 1.0
+    if isinstance(state, TrainState):
+        named |= {name: getattr(state, name) for name in ("params", "frozen", "buffers")}
+        scale = 1.0 if isinstance(state.scaler, Empty) else float(state.scaler.scale)
+    leaves, first, module, operation = bad_leaves(named), None, "", ""
+    watch = Watch()
+    with watch:
+        result = step(state, batch)
+    if leaves:
+        first = f"{leaves[0][0]}: {leaves[0][1]} numbers are not finite"
+    elif watch.first is not None:
+        first, module, operation = watch.first
+    else:
+        first, operation = backward(lambda: step(state, batch))
+    return Repeated(result, None if watch.loss is None else watch.loss / scale, leaves, first, module, operation)
+
+
 def differentiates(function: Any) -> bool:
     """True for `torch.Tensor.backward` and `torch.autograd.grad`, the end of a forward pass."""
     if function is torch.Tensor.backward:
@@ -42,12 +82,14 @@ def differentiates(function: Any) -> bool:
 class Watch(TorchFunctionMode):
     """Checks the result of every operation of a forward pass.
 
-    ``first`` is (text, module, operation) of the first operation with finite arguments and a result that is not finite.
+    ``first`` is (text, module, operation) of the first operation with finite arguments and a result that is not finite,
+    ``loss`` the value that is differentiated first, with its scale.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.first: tuple[str, str, str] | None = None
+        self.loss: float | None = None
         self._forward = True
         self._inside: list[nn.Module] = []
         self._names: dict[nn.Module, str] = {}
@@ -76,7 +118,10 @@ class Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # The step's own arithmetic after the forward pass handles such values.
-        self._forward = self._forward and not differentiates(func)
+        if self._forward and args and differentiates(func):
+            self._forward = False
+            loss = tracing.unwrapped((args[0] if isinstance(args[0], Tensor) else args[0][0]).detach())
+            self.loss = float(loss) if loss.numel() == 1 else None
         result = func(*args, **(kwargs or {}))
         if self._forward and self.first is None:
             self._check(getattr(func, "__name__", str(func)), [*args, *(kwargs or {}).values()], result)

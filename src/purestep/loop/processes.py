@@ -204,7 +204,7 @@ class JointDecisions(Decisions):
         place = (
             "" if last is None else f"epoch {last.epoch + 1}" + (f", batch {last.batch + 1}" if last.batch >= 0 else "")
         )
-        return nonfinite_steps.explain_from(error, agreement.gathered(nonfinite_steps.bad_leaves(window)), place)
+        return nonfinite_steps.explain_from(error, agreement.gathered(nonfinite_steps.leaves_of(window)), place)
 
     def watch(self, batches: Iterable[T]) -> Iterator[T]:
         for batch in batches:
