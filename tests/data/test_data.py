@@ -42,6 +42,7 @@ from purestep.data import (
     open_feed,
     prefetch,
     random_state,
+    shares,
     state_json,
     to_device,
     workers,
@@ -49,6 +50,7 @@ from purestep.data import (
 from purestep.data.device import _pinned  # pyright: ignore[reportPrivateUsage]
 from purestep.data.feed import Feed
 from purestep.errors import ConfigError, DataError, Mismatch
+from purestep.types import Share
 
 
 class Plain(Dataset[Tensor]):
@@ -1166,6 +1168,61 @@ def test_overfit_holds_the_first_batches_unshuffled():
     assert len(dataset.loaded) == loaded
     with pytest.raises(ConfigError, match="0 batches to overfit"):
         open_feed([1], first=0, hold=True)
+
+
+class Counting:
+    """A loader whose state is a number."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(5):
+            self.at += 1
+            yield torch.tensor([self.at])
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def numbers(feed: Any, epoch: int, start: int = 0) -> list[int]:
+    return [int(batch.rows if isinstance(batch, Share) else batch) for batch in feed.epoch(epoch, start)]
+
+
+def listed() -> list[Tensor]:
+    return list(torch.arange(1, 6).view(5, 1))
+
+
+@pytest.mark.parametrize("make", [Counting, lambda: iter(listed())])
+def test_held_batches_are_those_of_the_beginning_after_a_resume(make: Callable[[], Any]):
+    first, again = (open_feed(make(), first=2, hold=True) for _ in range(2))
+    assert numbers(first, 0) == numbers(first, 1) == [1, 2]
+    again.restore(first.position(1, 1))
+    assert (numbers(again, 1, 1), numbers(again, 2)) == ([2], [1, 2])
+
+
+@pytest.mark.parametrize("make", [Counting, listed])
+@pytest.mark.parametrize("kind", ["own", "rows"])
+def test_a_limit_of_a_divided_loader_loses_no_batch_after_a_resume(kind: str, make: Callable[[], Any]):
+    """The run has ended at the limit of its first epoch, before the second one began."""
+
+    def divided() -> Any:
+        feed, mesh = open_feed(make()), ps.parallel.Mesh(data=1, rank=0)
+        made = shares.OwnFeed(feed, mesh) if kind == "own" else shares.RowsFeed(feed, mesh, checks_end=False)
+        return made.cut(3)
+
+    whole, first, again = divided(), divided(), divided()
+    expected = [numbers(whole, epoch) for epoch in range(3)]
+    assert [numbers(first, 0)] == expected[:1]
+    again.restore(json.loads(json.dumps(first.position(0, 3))))
+    assert numbers(again, 0, 3) == []
+    assert [numbers(again, epoch) for epoch in (1, 2)] == expected[1:]
+    if kind == "rows":
+        with pytest.raises(Mismatch, match="limit was 3 and is None"):
+            open_feed(make()).restore(first.position(0, 3))
 
 
 # Batches to a device.

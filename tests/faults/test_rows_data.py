@@ -86,7 +86,7 @@ def test_row_27_resumed_again_and_again(number: int, tmp_path: Path) -> None:
 
 def test_row_27_fails_where_the_place_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = resume.from_json
-    monkeypatch.setattr(resume, "from_json", lambda found: real(found)._replace(batch=0))
+    monkeypatch.setattr(resume, "from_json", lambda *found: real(*found)._replace(batch=0))
     assert resuming.trial(0, tmp_path) is not None
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 import purestep as ps
 from purestep import events, optim
-from purestep.errors import ConfigError, StateError
+from purestep.errors import ConfigError, Corrupt, StateError
 from purestep.types import Program, TrainState
 
 fit = partial(ps.fit, progress=False)
@@ -274,3 +274,21 @@ def test_the_short_average_is_warned_of_once_for_a_program(caplog: pytest.LogCap
 
     one, other = made(), made()
     assert (lines(one, 3), lines(one, 1), lines(other, 2)) == (1, 0, 1)
+
+
+def test_a_best_state_that_cannot_be_read_ends_the_run_for_the_sinks_too(tmp_path: Path):
+    program, ends = mlp(), list[events.FitEnd]()
+
+    def damage(event: events.Event) -> None:
+        if isinstance(event, events.FitEnd):
+            ends.append(event)
+        elif isinstance(event, events.EpochEnd) and event.epoch == 3:
+            for file in (tmp_path / "4" / "state").rglob("*"):
+                if file.is_file():
+                    file.write_bytes(b"")
+
+    options = {"restore_best": True, "monitor": "train_loss", "mode": "max", "callbacks": [damage]}
+    with pytest.raises(Corrupt) as caught:
+        fit(program.init(), TRAIN, program, epochs=4, snapshots=ps.Snapshots(tmp_path, keep=5), **options)
+    assert [event.error for event in ends] == [caught.value]
+    assert caught.value.result.epochs == 4

@@ -305,14 +305,19 @@ def _cure(message: str) -> str:
 
 
 def fingerprint(batch: Any) -> int:
-    """A hash of the tensors, arrays, numbers and texts of a batch, or of indices. Objects of other types do not count.
+    """A hash of the tensors, arrays, numbers and texts of a batch, or of indices. Objects of other types do not count;
+    a batch that contains itself, which `fit` refuses, is 0.
 
     Example:
         >>> fingerprint([torch.tensor([1]), "a"]) == fingerprint([torch.tensor([1]), "b"])
         False
     """
     found = 0
-    for leaf in trees.leaves(trees.dicts(batch, where=None)):
+    try:
+        leaves = trees.leaves(trees.dicts(batch, where=None))
+    except RecursionError:
+        return found
+    for leaf in leaves:
         if isinstance(leaf, Tensor):
             if leaf.layout is not torch.strided or leaf.is_quantized or leaf.device.type == "meta":
                 continue

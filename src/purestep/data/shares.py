@@ -66,10 +66,14 @@ class RowsFeed(Feed):
             )
 
     def position(self, epoch: int, consumed: int) -> dict[str, Any]:
-        return self._feed.position(epoch, consumed)
+        if self._is_held:
+            return super().position(epoch, consumed)
+        return {**self._feed.position(epoch, consumed), "facts": self.facts}  # with a limit, which is this feed's
 
     def restore(self, position: Mapping[str, Any]) -> None:
-        self._feed.restore(position)
+        super().restore(position)
+        if not self._is_held:
+            self._feed.restore({**position, "facts": self._feed.facts})
 
     def indices(self, epoch: int, batch: int) -> list[Any] | None:
         return self._feed.indices(epoch, batch)
@@ -104,7 +108,7 @@ class OwnFeed(Feed):
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
         restored, self._restored = self._restored, None
-        own = start if restored is None else restored
+        own = start if restored is None or not start else restored
         batches = self._feed.epoch(epoch, own)
         try:
             while True:
@@ -140,18 +144,26 @@ class OwnFeed(Feed):
 
     def position(self, epoch: int, consumed: int) -> dict[str, Any]:
         """As `Feed.position`, of all processes: every process calls it."""
-        own = min(consumed, self._own.get(epoch, consumed))
-        if self._restored is not None:  # saved again before the first batch
-            own = self._restored
+        if self._is_held:
+            return super().position(epoch, consumed)
+        own = self._done(epoch, consumed)
         return {"facts": self.facts, "own": agreement.gathered([own, self._feed.position(epoch, own)])}
 
     def restore(self, position: Mapping[str, Any]) -> None:
         super().restore(position)
+        if self._is_held:
+            return
         self._restored, own = position["own"][self._mesh.rank]
         self._feed.restore(own)
 
     def left(self, epoch: int, consumed: int) -> None:
-        self._feed.left(epoch, min(consumed, self._own.get(epoch, consumed)))
+        self._feed.left(epoch, self._done(epoch, consumed))
+
+    def _done(self, epoch: int, consumed: int) -> int:
+        """The batches of this process among those that are consumed."""
+        if self._restored is not None and consumed:  # no batch has been loaded since the restore
+            return self._restored
+        return min(consumed, self._own.get(epoch, consumed))
 
     def close(self) -> None:
         self._feed.close()

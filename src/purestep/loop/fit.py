@@ -576,12 +576,8 @@ class _Run:
         if self.profiler is not None:
             self.profiler.close()
         self.best_state.end(self.state, self.loop)
-        if error is None and self.config.restore_best:
-            best = self.best_state()
-            if best is None:
-                _log.warning("restore_best: there is no best state, so the result has the last one")
-            else:
-                self.state = best
+        failed = self._restore_best() if error is None and self.config.restore_best else None
+        error = error or failed
         if isinstance(error, NonFiniteError | StepContractError):
             self.state = nonfinite_steps.before_halt(self.state)
             vars(error)["result"] = self._result()
@@ -593,3 +589,18 @@ class _Run:
             self.recorder.write(error, self.checkpointer.snapshots)
         result = self._result()
         self.callbacks.end(events.FitEnd(result.state, result.stop_reason, result.history, result.best, error))
+        if failed is not None:
+            vars(failed)["result"] = result
+            raise failed
+
+    def _restore_best(self) -> SnapshotError | None:
+        """Go back to the best state; return the error if its snapshot cannot be read."""
+        try:
+            best = self.best_state()
+        except SnapshotError as error:
+            return error
+        if best is None:
+            _log.warning("restore_best: there is no best state, so the result has the last one")
+        else:
+            self.state = best
+        return None

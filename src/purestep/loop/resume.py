@@ -259,7 +259,7 @@ class BestState:
         """Remember where the best state is: the run has ended, and its last state may be donated before the call."""
         directories = [] if self._snapshots is None else [self._snapshots.directory]
         self._snapshots = None  # locks and threads, which a pickled result cannot have
-        if loop.best_step is None or not is_alive(state):
+        if loop.best_step is None or state is None or not is_alive(state):
             return
         self._places = [(directory, loop.best_step) for directory in directories + self._resume]
         leaves, self._treedef = tree.flatten(state)
