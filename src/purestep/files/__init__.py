@@ -18,8 +18,6 @@ from .atomic import sync_file as sync_file
 from .atomic import sync_tree as sync_tree
 from .atomic import write_bytes as write_bytes
 from .atomic import write_failed as write_failed
-from .atomic import write_json as write_json
-from .failpoints import armed as armed
 from .failpoints import failpoint as failpoint
 from .failpoints import set_hook as set_hook
 from .lock import DirectoryLock as DirectoryLock

@@ -135,19 +135,6 @@ def write_bytes(path: Path | str, data: bytes) -> None:
         temporary.write_bytes(data)
 
 
-def write_json(path: Path | str, value: Any, *, indent: int | None = 1) -> None:
-    """Write ``value`` as JSON to ``path``, with Python's NaN and Infinity; see `replacing`.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "history.json"
-        >>> write_json(path, {"loss": [0.5, 0.25]})
-        >>> read_json(path)
-        {'loss': [0.5, 0.25]}
-    """
-    write_bytes(path, (json.dumps(value, indent=indent) + "\n").encode())
-
-
 def read_json(path: Path | str, *, limit: int = 1 << 28) -> Any:
     """Read the JSON value in a file.
 

@@ -22,11 +22,6 @@ def set_hook(hook: Callable[[str], object] | None) -> None:
     _hook = hook
 
 
-def armed() -> bool:
-    """True if a test has set a hook. The loop checks it once, at the start of a run."""
-    return _hook is not None
-
-
 def failpoint(name: str) -> None:
     """Call the hook of a test, if one is set, with the name of this point."""
     if _hook is not None:

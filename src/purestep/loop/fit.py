@@ -524,7 +524,9 @@ class _Run:
         if not self.loop.calls or self._has_saved or is_at_once(error) or isinstance(error, _UNTRUSTED):
             return
         if self.decisions.size > 1:
-            error.add_note("one process alone cannot save the state of several: the run goes on from the last snapshot")
+            error.add_note(
+                "one process alone cannot save the state of several: go on from the last snapshot, if there is one"
+            )
             return
         try:
             self.loop, lines = self.progress.settle(self.loop, self.state, wait=True)
@@ -545,7 +547,8 @@ class _Run:
                 store.begin()  # whoever holds this state gets an error from here on, instead of numbers
         if not parts and self.config.donate != "init":
             return False
-        self.state, place = None, "no snapshot has an earlier one"
+        self.state = None
+        place = "go on from the last snapshot" if self.decisions.rank else "no snapshot has an earlier one"
         snapshots = self.checkpointer.snapshots if self.decisions.rank == 0 else None
         if snapshots is not None:
             try:

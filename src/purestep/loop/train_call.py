@@ -42,8 +42,7 @@ def train_call(eager: Program, program: Program, state: Tree, config: FitConfig)
     """
     compiled = compile_.without_donation(program).train_step is not eager.train_step
     check = PurityCheck(eager, config.check_every, compiled=compiled)
-    kind = _FailpointCall if files.armed() else TrainCall
-    return kind(program.train_step, state, check, anomalies=config.detect_anomaly, compiled=compiled)
+    return TrainCall(program.train_step, state, check, anomalies=config.detect_anomaly, compiled=compiled)
 
 
 class TrainCall:
@@ -87,6 +86,7 @@ class TrainCall:
         """
         self._calls += 1
         self._loop = loop
+        files.failpoint("loop.batch")
         try:
             if self._calls == self._next_check:
                 new, metrics = self._checked(state, batch, _place(loop))
@@ -95,6 +95,7 @@ class TrainCall:
             else:
                 self._check_batch(batch, loop)
                 new, metrics = self._unchecked(state, batch)
+            files.failpoint("loop.step")
         except BaseException as error:
             self._note_failure(error, state)
             if isinstance(error, PurestepError) or not isinstance(error, Exception):
@@ -131,16 +132,14 @@ class TrainCall:
     def _checked(self, state: Tree, batch: Any, place: str) -> tuple[Tree, Metrics | MetricVector]:
         calls = self._calls
         self._check_batch(batch, self._loop)
-        try:
-            result = self._check_purity(state, batch, place) if calls == self._check_purity.due else None
-            if result is None or self._compiled:
-                result = self._unchecked(state, batch)
-            elif self._kept is not None:
-                result = self._kept(state, result[0]), result[1]
-            if not self._compiled:
-                self._compare(result[0], place)
-        finally:  # also after an error: a run may go back behind what the anomaly mode reports, and go on
-            self._next_check = min(self._check_purity.due, calls * 2 if calls < _EVERY else calls + _EVERY)
+        result = self._check_purity(state, batch, place) if calls == self._check_purity.due else None
+        if result is None or self._compiled:
+            result = self._unchecked(state, batch)
+        elif self._kept is not None:
+            result = self._kept(state, result[0]), result[1]
+        if not self._compiled:
+            self._compare(result[0], place)
+        self._next_check = min(self._check_purity.due, calls * 2 if calls < _EVERY else calls + _EVERY)
         return result
 
     def _compare(self, new: Tree, place: str) -> None:
@@ -149,20 +148,6 @@ class TrainCall:
         except purity.Impure as error:
             where = f"train_step, up to {place}, {error.where}"
             raise StepContractError(error.what, where=where, hint=error.hint) from None
-
-
-class _FailpointCall(TrainCall):
-    """A TrainCall with failpoints, for runs with a plan for them, so that no other run pays for them."""
-
-    def __call__(self, state: Tree, batch: Any, loop: LoopState) -> tuple[Tree, Metrics | MetricVector]:
-        files.failpoint("loop.batch")
-        result = super().__call__(state, batch, loop)
-        try:
-            files.failpoint("loop.step")
-        except BaseException as error:
-            self._note_failure(error, state)
-            raise
-        return result
 
 
 def _place(loop: LoopState) -> str:
