@@ -51,11 +51,12 @@ def check_policy(keep: int | None, keep_best: int, on_save_error: str) -> None:
     check_choice("Snapshots", ("raise", "continue"), on_save_error=on_save_error)
 
 
-def rolled_back(last: Mark, here: Mark) -> Mark:
-    """The mark to count from. After a rollback a run reaches the same multiples again.
+def counted_from(last: Mark, here: Mark) -> Mark:
+    """The mark to count from. Updates that were counted ahead may have been refused: a run reaches the same multiples
+    again.
 
     Example:
-        >>> rolled_back(Mark(6, 2, 9.0), Mark(4, 2, 11.0))
+        >>> counted_from(Mark(6, 2, 9.0), Mark(4, 2, 11.0))
         Mark(updates=4, epoch=2, seconds=9.0)
     """
     if here.updates >= last.updates and here.epoch >= last.epoch:

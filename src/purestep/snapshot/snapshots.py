@@ -255,8 +255,8 @@ class Snapshots:
     def due(self, *, updates: int, epoch: int, now: float | None = None) -> tuple[str, ...]:
         """The settings that make a snapshot due now: any of ``every_steps``, ``every_epochs``, ``every_seconds``.
 
-        Several at once need one snapshot. The next `save` resets them, whatever caused it. After a rollback, a run
-        reaches the same multiples again.
+        Several at once need one snapshot. The next `save` resets them, whatever caused it. After fewer
+        updates than before, which were refused, a run reaches the same multiples again.
 
         Args:
             updates: optimizer updates so far.
@@ -269,7 +269,7 @@ class Snapshots:
             ((), ('every_steps', 'every_epochs'))
         """
         self._here = save_policy.Mark(updates, epoch, time.monotonic() if now is None else now)
-        self._last = save_policy.rolled_back(self._last, self._here)
+        self._last = save_policy.counted_from(self._last, self._here)
         return save_policy.due(self._every, self._last, self._here)
 
     def track(self, monitor: str, *, mode: str = "min") -> None:
