@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader
 from .. import data, parallel, sinks, tree
 from ..compile import plain
 from ..ema import default_view
-from ..errors import ConfigError, DataError, StateError
+from ..errors import ConfigError, DataError, Mismatch, StateError
 from ..precision import auto_device, usable
 from ..snapshot import RunRecord, Snapshots
 from ..state import stacked
@@ -42,9 +43,10 @@ class Feeds(NamedTuple):
     evaluation: dict[str, data.Feed]
 
     def close(self) -> None:
-        """Stop the workers of all feeds."""
-        for feed in (self.train, *self.evaluation.values()):
-            feed.close()
+        """Stop the workers of all feeds, also if one fails."""
+        with ExitStack() as stack:
+            for feed in (self.train, *self.evaluation.values()):
+                stack.callback(feed.close)
 
 
 def settings(config: object, fields: Mapping[str, Any]) -> FitConfig:
@@ -364,14 +366,15 @@ def window_left(state: Tree, window: int) -> int:
 
 
 def windowed(state: Tree, window: int, before: int) -> Tree:
-    """Return the state with its open window adapted to the window of this program.
-
-    Gradients are divided by the weight in the window, so a window begun with another number of batches loses nothing.
+    """Return the state with an empty window of this program's size.
 
     Args:
         state: to train.
         window: micro-batches per update.
         before: the same in the run that the state comes from, 0 if unknown.
+
+    Raises:
+        Mismatch: a window of another size is open.
     """
     if window == 1 or not isinstance(state, TrainState):
         return state
@@ -379,13 +382,14 @@ def windowed(state: Tree, window: int, before: int) -> Tree:
     before = before or max(left, window)  # more left than a window has: a larger window has just begun
     if before == window:
         return state
-    done, rest = before - left, max(window - before + left, 1)
-    if done:
-        text = (
-            "accumulate was %d and is %d: the window that is open has %d batches in it, and is applied %d batches later"
+    if left < before:
+        raise Mismatch(
+            f"accumulate was {before} and is {window}, and the window that is open has {before - left} batches in it",
+            where="accum",
+            hint=f"ps.program(..., accumulate={before}); or close the window first: state, _ = program.flush(state), "
+            'of a program with tail="step" or "drop"',
         )
-        _log.warning(text, before, window, done, rest)
-    return state._replace(accum=state.accum._replace(left=torch.full_like(state.accum.left, rest)))
+    return state._replace(accum=state.accum._replace(left=torch.full_like(state.accum.left, window)))
 
 
 def checked_answer(state: Tree, answer: Tree, *, copied: bool) -> Tree:

@@ -116,7 +116,8 @@ class FitResult(NamedTuple):
     def best_state(self) -> Tree | None:
         """The state of the best row: of ``monitor``, or of ``val_loss`` by default. None if there is no such row.
 
-        A run with ``snapshots=`` reads it from the disk at each use. A run without them keeps it in memory.
+        A run with ``snapshots=`` reads it from the disk at each use: of several processes, all have to. A run without
+        them keeps it in memory.
 
         Raises:
             SnapshotError: the snapshot is damaged.

@@ -3,7 +3,7 @@
 A signal, the end of `max_time`, a snapshot that is due by the clock, an error of the writer and a callback's `Stop` may
 reach one process only. After every call, after every batch of an evaluation and at every boundary, the processes
 exchange a few integers over the host group; each waits for the others, and all act on the largest of each number at
-that place. An exchange takes some tenths of a millisecond on one host (0.45 ms for two processes on two busy cores), and
+that place. An exchange takes some tenths of a millisecond on one host (0.45 ms for two processes on two busy cores) and
 waits for no device.
 """
 
