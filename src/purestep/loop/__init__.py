@@ -16,7 +16,7 @@ nonfinite_steps   states that stopped at a number that is not finite
 purity_check      a check of the first calls
 recorder          the last batches, to repeat calls
 histograms  profiling                                what `fit` records
-processes  ranks                                     several processes: decisions, checks
+processes  ranks                                     what is decided between two calls, by one process or several
 member_columns                                       ensembles
 evaluate                                             `run_epoch`, `evaluate`
 
@@ -32,15 +32,17 @@ and back: `fit` replaces state and position, `progress` holds the metrics until 
 
 The path of a snapshot::
 
-    fit                            asks what is due, between two calls or at a boundary
-    resume                         adds the position: `LoopState` and that of the feed
+    fit                            asks between two calls (`_decide`), and at a boundary (`_boundary`)
+    processes                      `Decisions.is_due`: of several processes, by one clock
+    resume                         `Checkpointer`: is this call saved? adds `LoopState` and the feed's position
     snapshot/snapshots             the policy, and one save at a time
     snapshot/staging               copies the state to the host
     snapshot/writer                in a thread: writes, syncs, reads back, renames, deletes old ones
     snapshot/orbax_io              the arrays
 
 A run that was killed inside an epoch finds its place in `resume.resumed`: the newest whole snapshot has the `LoopState`
-and the feed's position.
+and what identifies the loader; a loader with ``state_dict`` gets its state back there. `fit._open_epoch` enters the
+epoch at its batch: ``Feed.epoch(epoch, start)``.
 """
 
 from __future__ import annotations

@@ -246,11 +246,12 @@ def _explained(
     listed = "" if items is None else f", items {_listed(items)}"
     explained = _like(
         error,
-        f"{_FINITE if is_finite else 'the loss or a gradient is not finite'} at call {error.step}: {shown}",
+        f"{_FINITE if is_finite else 'the loss or a gradient is not finite'} at call {call.number}: {shown}",
         where=f"epoch {call.epoch + 1}, batch {call.batch + 1}{listed}",
         hint=_FINITE_CURE if is_finite else CURE,
     )
-    explained.loss, explained.items, explained.state, explained.batch = found.loss, items, state, batch
+    explained.step, explained.loss, explained.items = call.number, found.loss, items
+    explained.state, explained.batch = state, batch
     explained.leaves = tuple(path for path, _ in leaves)
     return explained
 

@@ -1,4 +1,4 @@
-"""Decisions of the loop: which row is the best, when to stop, when to evaluate."""
+"""Decisions at a row: which is the best, when to stop; when to evaluate. Those about snapshots are in `snapshot`."""
 
 from __future__ import annotations
 

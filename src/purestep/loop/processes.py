@@ -1,4 +1,4 @@
-"""The decisions that the processes of a run take together.
+"""The decisions between two calls: of a run of one process, and those that several processes take together.
 
 A signal, the end of `max_time`, a snapshot that is due by the clock, an error of the writer and a callback's `Stop` may
 reach one process only. After every call, after every batch of an evaluation and at every boundary, the processes
