@@ -483,18 +483,3 @@ def test_row_48_failpoints_on_both_sides_of_a_donated_step(
     monkeypatch.delenv("PURESTEP_FAILPOINT")
     result = fit(program.init(), steps_of(3), program, epochs=4, compile=options, snapshots=tmp_path)
     assert_trees_close(ps.clone(result.state), after(12), exact=True)
-
-
-def test_row_48_failpoints_of_the_loop_cost_nothing_where_there_is_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of single steps are not even asked."""
-    asked: list[str] = []
-    monkeypatch.setattr("purestep.files.failpoint", asked.append)
-    monkeypatch.setattr("purestep.files.failpoints._hook", None)
-    program = mlp()
-    loaders = {"train": steps_of(3), "val": steps_of(1)}
-    fit(program.init(), loaders, program, epochs=2)
-    assert asked == ["loop.epoch", "loop.evaluate"] * 2
-    asked.clear()
-    monkeypatch.setattr("purestep.files.failpoints._hook", asked.append)
-    fit(program.init(), loaders, program, epochs=1)
-    assert asked == ["loop.batch", "loop.step"] * 3 + ["loop.epoch", "loop.evaluate"]

@@ -4,7 +4,6 @@ step is pure and a run can be resumed."""
 from __future__ import annotations
 
 import random
-import threading
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -168,24 +167,6 @@ def test_a_run_is_resumed_bit_for_bit(made: Callable[..., nn.Module], tmp_path: 
     random.seed(5)
     resumed = fit(again.init(), data, again, epochs=3, snapshots=tmp_path / "run")
     assert_trees_close(resumed.state, whole.state, exact=True)
-
-
-def test_runs_in_two_threads_draw_what_each_draws_alone() -> None:
-    programs, data = {seed: program(All) for seed in (1, 2)}, batches(6)  # which draw, without taking turns
-
-    def run(seed: int) -> Any:
-        trained = programs[seed]
-        return fit(trained.init(seed=seed), data, trained, epochs=2).state
-
-    alone = [run(seed) for seed in (1, 2)]
-    found = dict[int, Any]()
-    threads = [threading.Thread(target=lambda seed=seed: found.update({seed: run(seed)})) for seed in (1, 2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert_trees_close(found[1].params, alone[0].params, exact=True)
-    assert_trees_close(found[2].params, alone[1].params, exact=True)
 
 
 @pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.compile)])

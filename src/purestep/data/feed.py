@@ -319,7 +319,7 @@ def fingerprint(batch: Any) -> int:
         return found
     for leaf in leaves:
         if isinstance(leaf, Tensor):
-            if leaf.layout is not torch.strided or leaf.is_quantized or leaf.device.type == "meta":
+            if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized or leaf.device.type == "meta":
                 continue
             raw = (
                 leaf.detach()
