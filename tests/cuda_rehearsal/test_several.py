@@ -57,12 +57,3 @@ def test_steps_equal_one_process():
 def test_a_run_equals_one_process(tmp_path: Path):
     found = two("tests.parallel.fitting:equal", "shard", {"shard": 2}, 1)[0]
     assert max(found["state"], found["run_epoch"], found["streamed"], found["uneven"]) < 1e-14, found
-
-
-def test_a_halted_call_is_repeated_by_one_process(tmp_path: Path):
-    files = two("tests.parallel.fitting:troubles", str(tmp_path))[0]["files"]
-    assert sum(map(bool, files.values())) > 3
-    for first, far, same in filter(None, files.values()):
-        assert "not finite" in first
-        assert far < 1e-14
-        assert same
