@@ -76,12 +76,16 @@ def map(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: Callable[[Any]
 
     Raises:
         ValueError: the trees have different structures.
+        StateError: the tree is nested too deeply, as if a node contains itself.
 
     Example:
         >>> map(lambda a, b: a + b, {"w": 1, "b": (2, 3)}, {"w": 10, "b": (20, 30)})
         {'w': 11, 'b': (22, 33)}
     """
-    return optree.tree_map(fn, tree, *rest, is_leaf=is_leaf, namespace=_SPACE)
+    try:
+        return optree.tree_map(fn, tree, *rest, is_leaf=is_leaf, namespace=_SPACE)
+    except RecursionError as error:
+        raise _too_deep() from error
 
 
 def _path_text(accessor: optree.PyTreeAccessor) -> str:

@@ -189,9 +189,15 @@ PLACES: dict[str, tuple[Place, str]] = {
     "answer at EpochEnd": (_answer(events.EpochEnd), "callback"),
     "answer at StepEnd": (_answer(events.StepEnd), "callback"),
     "schedule": (_schedule, "schedule|lr"),
-    "template": (lambda value, folder: _template("params/0.weight")(value, folder), "params/0.weight"),
+    "template": (
+        lambda value, folder: _template("params/0.weight")(value, folder),
+        "params/0.weight|nested too deeply",
+    ),
     "template ema": (lambda value, folder: _template("ema")(value, folder), "ema|nested too deeply|without end"),
-    **{f"save {name}": (_saved(name), name if name != "state" else "x") for name in ("state", "loop", "meta")},
+    **{
+        f"save {name}": (_saved(name), name if name != "state" else "x|nested too deeply")
+        for name in ("state", "loop", "meta")
+    },
     "save step": (_saved("step"), "step"),
     "save metrics": (_saved("metrics"), "metric"),
 }

@@ -41,6 +41,8 @@ ONCE_RAW = [
     ("save loop", "dict in itself"),
     ("save metrics", "-1"),
     ("save state", "nested tensor"),
+    ("save state", "list in itself"),
+    ("schedule", "2**70"),
 ]
 
 

@@ -133,6 +133,7 @@ AT_ONCE: dict[str, tuple[Any, str]] = {
     "None": (None, "returned a NoneType for count 0"),
     "complex": (1j, "returned a complex for count 0"),
     "text": ("fast", "returned a str for count 0"),
+    "a great integer": (10**50, "returned a number that float32 cannot hold for count 0"),
     "a vector": (torch.ones(2), r"returned a torch.float32 tensor of shape \[2\] for count 0"),
     "a complex tensor": (torch.tensor(1j), r"returned a torch.complex64 tensor of shape \[\] for count 0"),
 }
@@ -202,8 +203,9 @@ def test_row_39_fails_where_any_rate_is_used(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_row_39_fails_where_nobody_asks_what_a_schedule_gave(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("purestep.optim.numerics._checked_rate", lambda schedule, step: schedule(step))
+    raised = TypeError, RuntimeError, UserWarning, OverflowError
     for kind in AT_ONCE:
-        fails(lambda kind=kind: test_row_39_a_schedule_that_gives_no_number(kind), TypeError, RuntimeError, UserWarning)
+        fails(lambda kind=kind: test_row_39_a_schedule_that_gives_no_number(kind), *raised)
     fails(test_row_39_past_its_end, IndexError)
 
 

@@ -202,6 +202,10 @@ def _checked_rate(schedule: Schedule, step: Tensor) -> Scalar:
             raise _schedule_error(schedule, step, f"returned a {value.dtype} tensor {shape}")
     elif not isinstance(value, int | float):
         raise _schedule_error(schedule, step, f"returned a {type(value).__name__}")
+    elif torch.finfo(torch.float32).max < abs(value) < math.inf:
+        raise _schedule_error(schedule, step, "returned a number that float32 cannot hold")
+    else:
+        return float(value)
     return value
 
 
