@@ -41,8 +41,6 @@ class Feed(ABC):
 
     _first: int | None = None  # an epoch stops after this number of batches
     _share: float | None = None  # of the length, if `_first` is that
-    _is_held: bool = False  # every epoch has the first batches of the first epoch
-    _held: list[Batch] | None = None  # these batches, when they are loaded
     _first_pass: int | None = None  # hash of the first batch of the first pass, if `repeats`
     _begun: tuple[int, int] | None = None  # the epoch that began last, and the hash of its first batch
     _expected: tuple[int, int] | None = None  # the same of an interrupted run
@@ -73,23 +71,18 @@ class Feed(ABC):
         if first == 1.0 and isinstance(first, float) and not hold:
             return self
         found = copy.copy(self.in_order() if hold else self)
-        found._held = None
-        found._is_held = hold or found._is_held
         found._share = first if isinstance(first, float) else None
         count = max(1, whole(first * (self.length or 1))) if isinstance(first, float) else first
         found._first = count if found._first is None else min(count, found._first)
         found.length = found._first if found.length is None else min(found._first, found.length)
         if hold:
-            found.facts = {**found.facts, "overfit": count}
-        else:
-            found.facts = {**found.facts, "limit": first if found._share and not found.exact else count}
+            return HeldFeed(found, count)
+        found.facts = {**found.facts, "limit": first if found._share and not found.exact else count}
         return found
 
     def count(self, epoch: int) -> int | None:
         """The number of batches of an epoch, or None if it is uncertain."""
         del epoch
-        if self._is_held:
-            return len(self._batches_held())
         return self.length if self.exact else None
 
     def in_order(self) -> Feed:
@@ -151,9 +144,6 @@ class Feed(ABC):
         return batches
 
     def _named(self, epoch: int, start: int) -> Generator[Batch]:
-        if self._is_held:
-            yield from self._batches_held()[start:]
-            return
         number, first = start, self._first
         batches = self._batches(epoch, start)
         try:
@@ -184,14 +174,6 @@ class Feed(ABC):
                 "limit_batches=%d, a number of batches)",
                 *(self.name, self._share, first, number, number),
             )
-
-    def _batches_held(self) -> list[Batch]:
-        if self._held is None:
-            whole = copy.copy(self)
-            whole._is_held = False
-            self._held = list(whole.epoch(0))
-            self.close()
-        return self._held
 
     def _check_pass(self, batch: Batch) -> None:
         """Warn once if a pass starts with another batch than the first pass."""
@@ -293,6 +275,44 @@ class Feed(ABC):
             where=self.name,
             hint="check the dataset's length, and batch_size if drop_last=True",
         )
+
+
+class HeldFeed(Feed):
+    """The batches of the first epoch of a feed, in every epoch. They are loaded once.
+
+    Args:
+        feed: which is cut.
+        count: the number of batches that were asked for.
+    """
+
+    def __init__(self, feed: Feed, count: int) -> None:
+        facts = {**feed.facts, "overfit": count}
+        super().__init__(name=feed.name, length=feed.length, facts=facts, exact=feed.exact)
+        self.is_divided = feed.is_divided
+        self._first = feed._first
+        self._feed = feed
+        self._held: list[Batch] | None = None
+
+    def _all(self) -> list[Batch]:
+        if self._held is None:
+            self._held = list(self._feed.epoch(0))
+            self._feed.close()
+        return self._held
+
+    def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
+        return iter(self._all()[start:])
+
+    def count(self, epoch: int) -> int | None:
+        return len(self._all())
+
+    def indices(self, epoch: int, batch: int) -> list[Any] | None:
+        return self._feed.indices(epoch, batch)
+
+    def order(self, epoch: int, batch: int) -> int:
+        return self._feed.order(epoch, batch)
+
+    def close(self) -> None:
+        self._feed.close()
 
 
 def _cure(message: str) -> str:

@@ -159,14 +159,12 @@ class IteratorFeed(Feed):
         self._restored: int | None = None  # batches of the interrupted run
 
     def position(self, epoch: int, consumed: int) -> dict[str, Any]:
-        if self._is_held:
-            return super().position(epoch, consumed)
         given = self._starts.get(epoch, self._given) + consumed if self._restored is None else self._restored
         return {**super().position(epoch, consumed), "given": given}
 
     def restore(self, position: Mapping[str, Any]) -> None:
         super().restore(position)
-        self._restored = None if self._is_held else position["given"]
+        self._restored = position["given"]
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
         restored, self._restored = self._restored, None
@@ -267,8 +265,6 @@ class StatefulFeed(Feed):
         Raises:
             DataError: the state at this position is no longer stored, or cannot be stored as JSON.
         """
-        if self._is_held:
-            return super().position(epoch, consumed)
         if self._yielded == (epoch, consumed) and not self._read_ahead:
             try:
                 self._read_ahead.append(next(self._running, _END))
@@ -284,8 +280,6 @@ class StatefulFeed(Feed):
 
     def restore(self, position: Mapping[str, Any]) -> None:
         super().restore(position)
-        if self._is_held:
-            return
         self._places.clear()
         self._restored = _Place(state_json.decode(position["state"]), position["ended"], position["left"])
 

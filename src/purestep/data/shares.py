@@ -66,14 +66,11 @@ class RowsFeed(Feed):
             )
 
     def position(self, epoch: int, consumed: int) -> dict[str, Any]:
-        if self._is_held:
-            return super().position(epoch, consumed)
         return {**self._feed.position(epoch, consumed), "facts": self.facts}  # with a limit, which is this feed's
 
     def restore(self, position: Mapping[str, Any]) -> None:
         super().restore(position)
-        if not self._is_held:
-            self._feed.restore({**position, "facts": self._feed.facts})
+        self._feed.restore({**position, "facts": self._feed.facts})
 
     def indices(self, epoch: int, batch: int) -> list[Any] | None:
         return self._feed.indices(epoch, batch)
@@ -144,15 +141,11 @@ class OwnFeed(Feed):
 
     def position(self, epoch: int, consumed: int) -> dict[str, Any]:
         """As `Feed.position`, of all processes: every process calls it."""
-        if self._is_held:
-            return super().position(epoch, consumed)
         own = self._done(epoch, consumed)
         return {"facts": self.facts, "own": agreement.gathered([own, self._feed.position(epoch, own)])}
 
     def restore(self, position: Mapping[str, Any]) -> None:
         super().restore(position)
-        if self._is_held:
-            return
         self._restored, own = position["own"][self._mesh.rank]
         self._feed.restore(own)
 
