@@ -11,12 +11,12 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from .. import tree as trees
 from ..errors import ConfigError, DataError, Mismatch, PurestepError
 from ..state import is_number, whole
+from ..torch_ext import tensor_layout
 from ..types import Batch
 
 _log = logging.getLogger("purestep")
@@ -329,6 +329,7 @@ def fingerprint(batch: Any) -> int:
     a batch that contains itself, which `fit` refuses, is 0.
 
     Example:
+        >>> import torch
         >>> fingerprint([torch.tensor([1]), "a"]) == fingerprint([torch.tensor([1]), "b"])
         False
     """
@@ -339,19 +340,9 @@ def fingerprint(batch: Any) -> int:
         return found
     for leaf in leaves:
         if isinstance(leaf, Tensor):
-            if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized or leaf.device.type == "meta":
+            if not tensor_layout.is_dense(leaf) or leaf.device.type == "meta":
                 continue
-            raw = (
-                leaf.detach()
-                .resolve_conj()
-                .resolve_neg()
-                .cpu()
-                .contiguous()
-                .view(-1)
-                .view(torch.uint8)
-                .numpy()
-                .tobytes()
-            )
+            raw = tensor_layout.as_bytes(leaf).cpu().numpy().tobytes()
         elif isinstance(leaf, np.ndarray):
             raw = leaf.tobytes() if leaf.dtype.kind in "biufc" else b""
         else:

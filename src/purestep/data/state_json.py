@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError
+from ..torch_ext import tensor_layout
 
 _TAG = "__purestep__"
 
@@ -31,8 +32,7 @@ def encode(value: Any, *, where: str = "loader", path: str = "state_dict()") -> 
     if isinstance(value, bytes):
         return {_TAG: "bytes", "data": _text(value)}
     if isinstance(value, Tensor):
-        value = value.detach().cpu().contiguous()
-        raw = value.reshape(-1).view(torch.uint8).numpy().tobytes()
+        raw = tensor_layout.as_bytes(value).cpu().numpy().tobytes()
         return {_TAG: "tensor", "dtype": str(value.dtype)[6:], "shape": list(value.shape), "data": _text(raw)}
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
         return {_TAG: "array", "dtype": value.dtype.str, "shape": list(value.shape), "data": _text(value.tobytes())}

@@ -124,18 +124,13 @@ def _opened(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return about, tensors
 
 
-def _bytes(found: Tensor) -> Tensor:
-    return found.contiguous().view(-1).view(torch.uint8)
-
-
 def _stored(path: str, leaf: Tensor, tensors: dict[str, Tensor]) -> dict[str, Any]:
     if leaf.layout != torch.strided or leaf.is_quantized or leaf.device.type == "meta":
         raise StateError(
             f"a {leaf.layout} tensor on {leaf.device} cannot be stored", where=path, hint="call .to_dense()"
         )
-    values = leaf.detach().resolve_conj().resolve_neg().cpu()
     name = f"{len(tensors)}:{path}"  # a key of a dict may contain a slash
-    tensors[name] = _bytes(values).clone()  # as bytes, because the format lacks some dtypes
+    tensors[name] = tensor_layout.as_bytes(leaf).to("cpu", copy=True)  # as bytes, because the format lacks some dtypes
     return {
         "path": path,
         "name": name,

@@ -61,6 +61,16 @@ def nbytes(leaves: Iterable[Any]) -> int:
     return sum(part.nbytes for leaf in found for part in ((leaf,) if is_dense(leaf) else dense_parts(leaf)))
 
 
+def as_bytes(leaf: Tensor) -> Tensor:
+    """The bytes of a dense tensor in C order, shape=(nbytes,), dtype=uint8, on its device. They may share its memory.
+
+    Example:
+        >>> as_bytes(torch.tensor([[1, 256]], dtype=torch.int16))
+        tensor([1, 0, 0, 1], dtype=torch.uint8)
+    """
+    return leaf.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+
+
 def extent(leaf: Tensor) -> int:
     """The number of memory elements from a tensor's first element to its last, both included.
 
