@@ -20,7 +20,7 @@ import purestep as ps
 from purestep import events, metrics, optim, schedules
 from purestep.errors import ConfigError, DataError, NonFiniteError, StateError, StepContractError
 from purestep.loop import metric_queue
-from purestep.loop.loop_state import LoopState, from_json, to_json, with_row
+from purestep.loop.loop_state import LoopState, from_json, to_store, with_row
 from purestep.loop.metric_queue import MetricQueue, add_to
 from purestep.loop.train_call import ready_program
 from purestep.types import Mean, Program, TrainState
@@ -497,7 +497,7 @@ def test_sums_are_the_same_bits_whatever_arrives_together(depth: int) -> None:
 
 
 def test_a_copy_from_a_device_is_read_a_fixed_number_of_calls_after_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether it has arrived before does not matter: `query` is never called, and the read waits."""
+    """The read waits for a copy that has not arrived; `query` is never called."""
     event = SimpleNamespace(waits=0)
     event.synchronize = lambda: setattr(event, "waits", event.waits + 1)
     monkeypatch.setattr(metric_queue, "_to_host", lambda numbers: (numbers, event))
@@ -552,12 +552,12 @@ def test_records_go_through_json() -> None:
         last={"lr": 0.1},
         history=with_row(with_row({}, {"epoch": 1, "a": 1.0}), {"epoch": 2, "b": float("nan")}),
     )
-    stored = json.loads(json.dumps(to_json(loop), allow_nan=False))
-    found = from_json({**stored, "of a later version": 1})
+    stored, history = json.loads(json.dumps([to_store(loop), loop.history], allow_nan=False))
+    found = from_json({**stored, "of a later version": 1}, history)
     assert repr(found._replace(history=dict(found.history))) == repr(loop)
     assert found.history == {"epoch": [1, 2], "a": [1.0, None], "b": [None, None]}
     del stored["line"]  # as earlier versions wrote it
-    assert repr(from_json(stored)) == repr(found._replace(line={}))
+    assert repr(from_json(stored, history)) == repr(found._replace(line={}))
 
 
 # --- which weights ----------------------------------------------------------------------------------------------------

@@ -143,11 +143,6 @@ class FitResult(NamedTuple):
         return {"best": best, "epochs": self.epochs}
 
 
-def to_json(loop: LoopState) -> dict[str, Any]:
-    """Return the state as JSON, with its history."""
-    return to_store(loop) | {"history": dict(loop.history)}
-
-
 def to_store(loop: LoopState) -> dict[str, Any]:
     """Return the state as JSON, without its history, which a snapshot stores as an array."""
     stored = {name: value for name, value in loop._asdict().items() if name not in ("window_left", "stop", "history")}
@@ -160,11 +155,10 @@ def to_store(loop: LoopState) -> dict[str, Any]:
     }
 
 
-def from_json(stored: Mapping[str, Any], history: Mapping[str, list[Cell]] | None = None) -> LoopState:
-    """Invert `to_json`, or `to_store` with the history. Unknown fields of a later version are ignored; missing ones
-    keep their defaults."""
+def from_json(stored: Mapping[str, Any], history: Mapping[str, list[Cell]] | None) -> LoopState:
+    """Invert `to_store`. Unknown fields of a later version are ignored; missing ones keep their defaults."""
     known = {name: value for name, value in stored.items() if name in LoopState._fields}
-    known["history"] = history or known.get("history", {})
+    known["history"] = history or {}
     known["best"] = stopping.from_json(known["best"])
     known["interval"] = _sums_from_json(known["interval"])
     known["line"] = _sums_from_json(known.get("line", {}))

@@ -32,7 +32,8 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from torch import Tensor
 
 from ..errors import Corrupt, Mismatch, SnapshotError
-from . import history, staging
+from . import history as history_
+from . import staging
 
 FORMAT = 3
 NAME = "manifest.json"
@@ -98,7 +99,7 @@ class Manifest(BaseModel, frozen=True):
     step: Count
     leaves: dict[str, Leaf]
     loop: Any
-    history: dict[str, Literal["int", "float"]] | None  # the columns
+    history: history_.Columns | None
     metrics: dict[str, float]
     meta: Any
     monitor: tuple[str, Literal["min", "max"]] | None  # the metric that decided which snapshot is best
@@ -395,10 +396,10 @@ def read_history(folder: Path, manifest: Manifest) -> dict[str, list[Any]] | Non
         Corrupt: the rows are missing or damaged.
     """
     if manifest.format < FORMAT:
-        return history.of_old_format(folder.parent, manifest.loop, manifest.earlier)
+        return history_.of_old_format(folder.parent, manifest.loop, manifest.earlier)
     if manifest.history is None:
         return None
-    return history.read(folder / "part-0" if manifest.parts > 1 else folder, manifest.history)
+    return history_.read(folder / "part-0" if manifest.parts > 1 else folder, manifest.history)
 
 
 def unreadable(where: Path, error: Exception) -> SnapshotError:

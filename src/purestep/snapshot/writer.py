@@ -299,14 +299,11 @@ class Background:
         """True while a job of this process runs."""
         return self._thread is not None and self._pid == os.getpid() and self._thread.is_alive()
 
-    def start(self, job: Callable[[], Any], *, holding: object = None) -> BaseException | None:
-        """Wait for the previous job, start this one, return the previous error. ``holding`` lives till the job ends."""
-        self.join()
-        before = self.take_error()
+    def start(self, job: Callable[[], Any], *, holding: object = None) -> None:
+        """Start a job; the one before has ended (`join`). ``holding`` lives till the job ends."""
         _finish_at_exit(self)
         self._thread = threading.Thread(target=self._run, args=(job, holding), name="purestep-snapshot")
         self._thread.start()
-        return before
 
     def _run(self, job: Callable[[], Any], holding: object) -> None:
         del holding  # the thread's arguments keep it
