@@ -160,6 +160,24 @@ def image_batch(rows: int = 16, seed: int = 0) -> tuple[Tensor, Tensor]:
     return x, x.mean(dim=(1, 2, 3)).mul(20).round().long() % 3
 
 
+class Placed:
+    """A loader with a state, the number of batches so far; ``make(number)`` returns a batch."""
+
+    def __init__(self, make: Callable[[int], Any], length: int) -> None:
+        self.make, self.length, self.at = make, length, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(self.length):
+            self.at += 1
+            yield self.make(self.at)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
 @contextmanager
 def no_waiting() -> Iterator[None]:
     """Inside, what waits for the CUDA device raises a RuntimeError."""

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from helpers import timed_out_after, worker_dies
+from helpers import Placed, timed_out_after, worker_dies
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
@@ -1170,24 +1170,6 @@ def test_overfit_holds_the_first_batches_unshuffled():
         open_feed([1], first=0, hold=True)
 
 
-class Counting:
-    """A loader whose state is a number."""
-
-    def __init__(self) -> None:
-        self.at = 0
-
-    def __iter__(self) -> Iterator[int]:
-        for _ in range(5):
-            self.at += 1
-            yield torch.tensor([self.at])
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at = state["at"]
-
-
 def numbers(feed: Any, epoch: int, start: int = 0) -> list[int]:
     return [int(batch.rows if isinstance(batch, Share) else batch) for batch in feed.epoch(epoch, start)]
 
@@ -1196,7 +1178,11 @@ def listed() -> list[Tensor]:
     return list(torch.arange(1, 6).view(5, 1))
 
 
-@pytest.mark.parametrize("make", [Counting, lambda: iter(listed())])
+def counting() -> Placed:
+    return Placed(lambda at: torch.tensor([at]), 5)
+
+
+@pytest.mark.parametrize("make", [counting, lambda: iter(listed())])
 def test_held_batches_are_those_of_the_beginning_after_a_resume(make: Callable[[], Any]):
     first, again = (open_feed(make(), first=2, hold=True) for _ in range(2))
     assert numbers(first, 0) == numbers(first, 1) == [1, 2]
@@ -1204,7 +1190,7 @@ def test_held_batches_are_those_of_the_beginning_after_a_resume(make: Callable[[
     assert (numbers(again, 1, 1), numbers(again, 2)) == ([2], [1, 2])
 
 
-@pytest.mark.parametrize("make", [Counting, listed])
+@pytest.mark.parametrize("make", [counting, listed])
 @pytest.mark.parametrize("kind", ["own", "rows"])
 def test_a_limit_of_a_divided_loader_loses_no_batch_after_a_resume(kind: str, make: Callable[[], Any]):
     """The run has ended at the limit of its first epoch, before the second one began."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import assert_trees_close
+from helpers import Placed, assert_trees_close
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -134,27 +134,9 @@ class Rotating:
         return iter(self.batches)
 
 
-class Stateful:
-    """An iterable with a position."""
-
-    def __init__(self) -> None:
-        self.at = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        for _ in range(3):
-            self.at += 1
-            yield BATCHES[self.at % 2]
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at = state["at"]
-
-
 LOADERS: dict[str, Any] = {
     "shuffled": lambda: DataLoader(TensorDataset(X, Y), batch_size=4, shuffle=True),
-    "with a state": Stateful,
+    "with a state": lambda: Placed(lambda at: BATCHES[at % 2], 3),
 }
 
 
