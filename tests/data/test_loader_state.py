@@ -1,4 +1,4 @@
-"""Loaders whose batches depend on more than seed and epoch: each is told once, with the cure, and none is refused."""
+"""Loaders whose batches depend on more than seed and epoch: a run warns of each once, and refuses none."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def test_a_forked_child_may_run_where_the_parents_other_thread_does() -> None:
 
 
 def in_threads(job: Callable[[int], Any], count: int = 2) -> list[Any]:
-    """What the job returns for every number below the count."""
+    """The results of the job for all numbers below the count."""
     found: list[Any] = [None] * count
     start = threading.Barrier(count)
 

@@ -19,7 +19,7 @@ _KEPT_LINES = 200  # in a notebook
 
 
 class Place(NamedTuple):
-    """Where a run is, as the bar shows it."""
+    """The position of a run, in the texts of the bar."""
 
     text: str  # "epoch 3/10", or the name of the loader that is evaluated
     batches: int
