@@ -383,7 +383,7 @@ def test_row_34_a_ragged_last_batch_is_one_more_graph() -> None:
 
 
 def test_row_34_fails_where_every_call_is_compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "kinds", lambda leaves: object())
+    monkeypatch.setattr(graphs, "signature", lambda leaves: object())
     fails(test_row_34_a_ragged_last_batch_is_one_more_graph)
 
 
