@@ -27,7 +27,7 @@ def torchrun(folder: Path, world: int, *args: Any, restarts: int = 0, launch: st
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world), "--master-port"]
     command += [str(free_port()), "--max-restarts", str(restarts), "--monitor-interval", "0.05"]
-    command += ["-m", "rigs.parallel.fitting", json.dumps([str(folder), *args])]
+    command += ["-m", "tests.rigs.parallel.fitting", json.dumps([str(folder), *args])]
     env = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin", "LAUNCH": launch}
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env, timeout=200, check=False)
     text = done.stdout + done.stderr
