@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from faults import resuming
-from faults.runs import RUN, batches, fails, fit, mlp, refused, same
 from helpers import timed_out_after, vector_batch, worker_dies
+from rigs.faults import resuming
+from rigs.faults.runs import RUN, batches, fails, fit, mlp, refused, same
 from torch import Tensor, nn
 from torch.utils._pytree import register_dataclass
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
