@@ -108,6 +108,8 @@ def everything(folder: str) -> dict[str, Any]:
         "decisions": decisions(folder),
         "errors": errors(),
         "troubles": troubles(f"{folder}/troubles"),
+        "open window": open_window(folder),
+        "limited": limited(),
         "going on": going_on(f"{folder}/on"),
         "exact": exact(),
     }
@@ -476,6 +478,55 @@ def troubles(folder: str) -> dict[str, Any]:
             plain = program(accumulate=accumulate)
             found[name] += end(plain, snapshots=f"{folder}/{rank} {name}")[1:]
     return found
+
+
+def open_window(folder: str) -> list[list[Any]]:
+    """A gradient, not a loss, that is not finite in one process in a window that is open at a snapshot: the message and
+    the end, here and in one process alone."""
+
+    def steep(output: Tensor, rows: Tensor) -> Tensor:
+        return (output[:, 0].square() * (rows != 21)).sqrt().mean()  # row 21: the gradient of sqrt(0) is not finite
+
+    x, _ = dataset().tensors
+    data = [(x[start : start + 8], x[start : start + 8, 0].long()) for start in range(0, ROWS, 8)]
+
+    def end(mesh: Any) -> list[Any]:
+        torch.manual_seed(0)
+        one = ps.program(Net().double().to(DEVICE), ps.supervised(steep), optim.sgd(1e-2), accumulate=5)
+        one = one if mesh is None else ps.distribute(one, mesh)
+        name = f"{folder}/open {os.environ.get('RANK') if mesh is None else ''}"
+        often = ps.Snapshots(name, every_epochs=None, every_seconds=1e-6)
+        try:
+            fit(one, data, epochs=1, snapshots=often)
+        except ps.errors.NonFiniteError as error:
+            return [str(error).partition(";")[0], int(error.result.state.step)]
+        finally:
+            often.close()
+        return ["returned", 0]
+
+    with ps.parallel.start(timeout=60) as mesh:
+        found = gathered(end(mesh))
+        rank = mesh.rank
+    with alone(), mock.patch.dict(os.environ, {"RANK": str(rank)}):
+        os.environ.pop("WORLD_SIZE", None)
+        return [*found, end(None)]
+
+
+def limited() -> list[list[Any]]:
+    """The numbers of a run whose epochs are cut, and are evaluated in the middle; here and in one process alone."""
+    data = list(loader(shuffle=False))
+    how: dict[str, Any] = {"limit_batches": {"train": 4}, "evaluate_every": 0.5, "epochs": 1}
+
+    def end(one: ps.Program, train: Any) -> list[Any]:
+        result = fit(one, {"train": train, "val": data[:1]}, **how)
+        return [int(result.state.step), result.history["step"], float(ps.full(result.state).params["up.bias"].sum())]
+
+    with ps.parallel.start(timeout=60) as mesh:
+        one = ps.distribute(program(), mesh)
+        found = [end(one, data), end(one, ps.parallel.sharded(data, rows=True)), end(one, loader(shuffle=False))]
+        found = [one for each in gathered(found) for one in each]
+    with alone():
+        return [end(program(), data), *found]
 
 
 # --- restarts ---------------------------------------------------------------------------------------------------------

@@ -198,6 +198,7 @@ def disagree(root: str) -> list[str]:
             expect(errors.SnapshotError, "exists already", again)
             for point, action in (
                 ("copy", "MemoryError"),
+                ("copy", "RuntimeError"),
                 ("stage", "ENOSPC"),
                 ("sync", "EIO"),
                 ("digest", "RuntimeError"),

@@ -88,6 +88,23 @@ def test_a_loss_that_is_not_finite_in_one_process_stops_all_at_one_call(found: l
         assert abs(total - alone[2]) < 1e-13, (name, values)
 
 
+def test_a_gradient_that_is_not_finite_in_an_open_window_stops_all_at_a_snapshot(found: list[dict[str, Any]]):
+    for each in found:
+        *several, alone = each["open window"]
+        for text, step in several:
+            assert "is not finite in the accumulation window that is open at call 3" in text, several
+            assert step == alone[1] == 2, each
+
+
+def test_epochs_that_are_cut_are_those_of_one_process(found: list[dict[str, Any]]):
+    for each in found:
+        wanted, *others = each["limited"]
+        assert wanted[:2] == [4, [2, 4]]
+        for one in others:
+            assert one[:2] == wanted[:2]
+            assert one[2] == pytest.approx(wanted[2], abs=1e-14)
+
+
 def test_a_run_goes_on_inside_an_epoch_of_loaders_that_the_user_divides(found: list[dict[str, Any]]):
     for each in found:
         assert len(each["going on"]) == 10

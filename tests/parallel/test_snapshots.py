@@ -184,7 +184,7 @@ def test_a_process_killed_during_a_save_leaves_whole_steps_and_is_named(tmp_path
 def test_the_errors_of_one_process_are_raised_by_all(tmp_path):
     first, second = values(group("disagree", 2, str(tmp_path)))
     assert first == second
-    assert len(first) == 19
+    assert len(first) == 21
 
 
 def test_a_failed_save_is_counted_by_all_processes(tmp_path):

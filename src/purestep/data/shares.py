@@ -33,9 +33,6 @@ class RowsFeed(Feed):
         self._mesh = mesh
         self._checks_end = checks_end
 
-    def count(self, epoch: int) -> int | None:
-        return self._feed.count(epoch)
-
     def _ordered(self) -> Feed:
         ordered = self._feed.in_order()
         return self if ordered is self._feed else RowsFeed(ordered, self._mesh, checks_end=self._checks_end)

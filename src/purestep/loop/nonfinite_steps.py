@@ -18,6 +18,7 @@ from .. import data, tree
 from ..compile import is_state, states
 from ..diagnostics import Repeated, bad_leaves, purity, repeated, replay
 from ..errors import NonFiniteError, PurestepError
+from ..parallel import agreement
 from ..snapshot import Snapshots
 from ..state import stacked
 from ..types import Empty, Form, Params, Program, TrainState, Tree
@@ -87,7 +88,8 @@ def check_windows(state: Tree) -> None:
 
 def _is_spoilt(node: TrainState) -> bool:
     """True if the state would halt at the end of its window, or all members of a stacked state would. With a loss
-    scale, the scale falls and the run goes on."""
+    scale, the scale falls and the run goes on. A collective, where several processes hold an open window: each has the
+    sums of its own rows, and all must find the same."""
     if many := stacked.size(node):
         return all(_is_spoilt(stacked.member(node, index)) for index in range(many))
     halts = isinstance(node.scaler, Empty) and not isinstance(node.halted, Empty)
@@ -97,9 +99,12 @@ def _is_spoilt(node: TrainState) -> bool:
     weight = float(window.weight)  # nan after a loss that is not finite
     if weight == 0:  # no window is open
         return False
+    if weight != weight:
+        return True
     sums = [leaf for leaf in tree.leaves(window) if leaf.is_floating_point() or leaf.is_complex()]
     # One read for all: each read waits for the device.
-    return weight != weight or not bool(torch.stack([leaf.isfinite().all() for leaf in sums]).all())
+    is_finite = bool(torch.stack([leaf.isfinite().all() for leaf in sums]).all())
+    return bool(agreement.largest([not is_finite])[0])
 
 
 def halt_spoilt(state: Tree) -> Tree:

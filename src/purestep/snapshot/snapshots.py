@@ -457,14 +457,18 @@ class Snapshots:
         if here.rank == 0 and here.size > 1:
             self._staging = writer.staging_path(self.directory, manifest.step, token)
         leaves = parts.summed(leaves, spread.sums)
-        failure: WriteFailed | None = None
+        failure: Exception | None = None
         try:
             self._buffers = writer.copied(self.directory, manifest.step, lambda: self._copy(manifest, leaves, spread))
-        except WriteFailed as error:
+            if self._buffers:
+                orbax_io.ready(self._platforms)
+        except Exception as error:
             self._buffers = {}
-            if here.size == 1:
+            if here.size == 1 and isinstance(error, WriteFailed):
                 return self._report(error)
-            failure = error  # the others learn it from the writer's thread
+            if here.size == 1:
+                raise
+            failure = error  # the others, which wait for this process's part, learn it from the writer's thread
         job = writer.Job(
             root=self.directory,
             manifest=manifest,
@@ -480,8 +484,6 @@ class Snapshots:
         )
         self._last = self._here
         self._restored = None
-        if self._buffers:
-            orbax_io.ready(self._platforms)
         self._background.start(lambda: writer.run(job), holding=self._lock)
         self._report(next((host.received(call.before) for call in calls if call.before is not None), None))
 

@@ -54,7 +54,7 @@ class Job(NamedTuple):
     platforms: str | None
     spread: Spread
     team: Team
-    failure: WriteFailed | None = None  # there is no copy to write
+    failure: Exception | None = None  # there is no copy to write
 
     @property
     def staging(self) -> Path:
