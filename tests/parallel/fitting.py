@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 
 import purestep as ps
 from purestep import events, optim, tree
-from purestep.loop import processes as processes_
+from purestep.loop import decisions as decisions_
 from purestep.snapshot import snapshots as snapshots_
 from purestep.types import Share
 
@@ -97,7 +97,7 @@ def rows_of(batch: Any) -> list[int]:
 
 
 def gathered(value: Any) -> list[Any]:
-    return ps.parallel.agreement.gathered(value)
+    return ps.parallel.processes.gathered(value)
 
 
 def everything(folder: str) -> dict[str, Any]:
@@ -252,7 +252,7 @@ def decisions(folder: str) -> dict[str, Any]:
 
         def late(event: Any) -> None:
             clock = mock.Mock(monotonic=lambda: time.monotonic() + 1e9)
-            for module in (processes_, snapshots_):
+            for module in (decisions_, snapshots_):
                 stack.enter_context(mock.patch.object(module, "time", clock))
 
         def broken(event: Any) -> None:
@@ -420,9 +420,7 @@ def gone(how: str, rank: int) -> list[Any]:
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "hang":
-            with contextlib.suppress(RuntimeError):  # until the first process is gone, with the store
-                while not ps.parallel.mesh.current().store.check(["never"]):
-                    time.sleep(0.05)
+            time.sleep(8)  # longer than the timeout of the others
             os._exit(3)
         raise ValueError("of this process alone")
 
@@ -533,9 +531,16 @@ def limited() -> list[list[Any]]:
 
 
 def train(
-    folder: str, mode: str, epochs: int, kills: dict[str, list[int]], sizes: dict[str, int], pause: float = 0.0
+    folder: str,
+    mode: str,
+    epochs: int,
+    kills: dict[str, list[int]],
+    sizes: dict[str, int],
+    pause: float = 0.0,
+    how: str = "kill",
 ) -> None:
-    """A run that is killed: in life n of torchrun, process ``kills[n][0]`` ends by SIGKILL in its call kills[n][1].
+    """A run that is killed: in life n of torchrun, process ``kills[n][0]`` ends in its call ``kills[n][1]``:
+    by SIGKILL, or with ``how="raise"`` by an error.
 
     Every process appends (time, epoch, batch, rows) of each call to a file ``log-``, and writes the time when it is
     killed into ``kill-``, and when it hears of it into ``heard-``.
@@ -554,6 +559,8 @@ def train(
                     file.write(json.dumps([time.time(), event.epoch, event.batch_index, rows_of(event.batch)]) + "\n")
                 if kills.get(life) == [mesh.rank, calls[0]]:
                     Path(folder, f"kill-{life}").write_text(str(time.time()))
+                    if how == "raise":
+                        raise ValueError("of this process alone")
                     os.kill(os.getpid(), signal.SIGKILL)
 
         snapshots = ps.Snapshots(f"{folder}/run", every_steps=2)

@@ -208,4 +208,4 @@ def test_a_part_that_is_missing_makes_the_step_damaged(tmp_path):
 
 
 def test_exports_modules_and_predictions_have_whole_weights(tmp_path):
-    assert values(group("tools", 2, str(tmp_path))) == [["ValueError", "ConfigError"]] * 2
+    assert values(group("tools", 2, str(tmp_path))) == [["ValueError", "ConfigError"], ["RankError", "ConfigError"]]

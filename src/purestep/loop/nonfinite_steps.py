@@ -18,7 +18,8 @@ from .. import data, tree
 from ..compile import is_state, states
 from ..diagnostics import Repeated, bad_leaves, purity, repeated, replay
 from ..errors import NonFiniteError, PurestepError
-from ..parallel import agreement
+from ..parallel import mesh as meshes
+from ..parallel import processes
 from ..snapshot import Snapshots
 from ..state import stacked
 from ..types import Empty, Form, Params, Program, TrainState, Tree
@@ -104,7 +105,7 @@ def _is_spoilt(node: TrainState) -> bool:
     sums = [leaf for leaf in tree.leaves(window) if leaf.is_floating_point() or leaf.is_complex()]
     # One read for all: each read waits for the device.
     is_finite = bool(torch.stack([leaf.isfinite().all() for leaf in sums]).all())
-    return bool(agreement.largest([not is_finite])[0])
+    return bool(processes.largest([not is_finite])[0])
 
 
 def halt_spoilt(state: Tree) -> Tree:
@@ -160,7 +161,8 @@ def explain(
     error: NonFiniteError, frozen: Tree, window: list[tuple[Call, Any]], program: Program, feed: data.Feed
 ) -> NonFiniteError:
     """Return an error that names the leaves that are not finite, the operation that made them and the items of the
-    batch.
+    batch. To repeat the call takes all of several processes, so their error names the leaves of their batches alone: a
+    collective.
 
     Args:
         error: of a halted state.
@@ -169,6 +171,8 @@ def explain(
         program: not compiled.
         feed: the source of the batches.
     """
+    if meshes.current_mesh() is not None:
+        return _explained_by_batches(error, window)
     held = [(index, *one) for index, one in enumerate(window) if one[1] is not None]
     if not isinstance(frozen, TrainState) or not held or error.step is None:
         return error
@@ -261,28 +265,18 @@ def _explained(
     return explained
 
 
-def explain_from(error: NonFiniteError, bad: list[tuple[str, ...] | None], where: str) -> NonFiniteError:
-    """Return an error that names the leaves of batches that are not finite, by process.
-
-    To repeat the call takes all processes, so only what each of them holds is read.
-
-    Args:
-        error: of a halted state.
-        bad: for each process, its leaves; None if its batches are unknown.
-        where: the place in the data, "" if it is unknown.
-    """
+def _explained_by_batches(error: NonFiniteError, window: list[tuple[Call, Any]]) -> NonFiniteError:
+    """Return an error that names the leaves of batches that are not finite, by process."""
+    batches = [batch for _, batch in window if batch is not None]
+    found = [f"{path} ({count} not finite)" for batch in batches for path, count in bad_leaves({"batch": batch})]
+    bad = processes.gathered(found if batches else None)
     texts = [f"process {rank}: {', '.join(leaves[:_SHOWN])}" for rank, leaves in enumerate(bad) if leaves]
     cause = f"; not finite in {'; '.join(texts)}" if texts else "; the batches of all processes are finite"
     if not texts and None in bad:
         cause = f"; the batch of process {bad.index(None)} is unknown"
-    return _like(error, f"{error.what}{cause}", where=where or error.where)
-
-
-def leaves_of(window: list[tuple[Call, Any]]) -> tuple[str, ...] | None:
-    """Describe the leaves of these calls' batches that are not finite; None if no batch is held."""
-    batches = [batch for _, batch in window if batch is not None]
-    found = [f"{path} ({count} not finite)" for batch in batches for path, count in bad_leaves({"batch": batch})]
-    return tuple(found) if batches else None
+    last = window[-1][0] if window else None
+    place = "" if last is None else f"epoch {last.epoch + 1}" + (f", batch {last.batch + 1}" if last.batch >= 0 else "")
+    return _like(error, f"{error.what}{cause}", where=place)
 
 
 def _like(error: NonFiniteError, what: str, *, where: str = "", hint: str = "") -> NonFiniteError:

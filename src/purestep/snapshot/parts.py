@@ -107,8 +107,7 @@ def spread(state: Tree) -> Spread:
     Raises:
         RankError: the state is in pieces, and no mesh of as many processes is open.
     """
-    groups = meshes.current()
-    mesh = meshes.Mesh() if groups is None else groups.mesh
+    mesh = meshes.here()
     place = mesh.coordinate("shard")
     cuts: dict[str, Rows] = {}
     sums: list[str] = []
@@ -162,7 +161,7 @@ def summed(leaves: dict[str, Any], sums: tuple[str, ...]) -> dict[str, Any]:
     """The leaves by path, with the sums over the processes: a collective if there are any."""
     if not sums:
         return leaves
-    totals = placement.summed([leaves[path] for path in sums], "batch")
+    totals = placement.all_reduced([leaves[path] for path in sums], "batch")
     return leaves | dict(zip(sums, totals, strict=True))
 
 
