@@ -101,9 +101,15 @@ def test_a_hybrid_mesh_and_one_of_three_read_each_other(tmp_path):
     assert set(values(group("read", 3, str(tmp_path), "shard"))) == set(four)
 
 
-def test_parts_of_layers_are_restored_and_read_by_one_process(tmp_path):
-    for before, after, one in values(group("tensor_parallel", 2, str(tmp_path))):
-        assert before == after == one
+@pytest.mark.parametrize(("world", "most"), [(2, 0.85), pytest.param(4, 0.5, marks=pytest.mark.soak)])
+def test_parts_of_layers_are_restored_and_read_by_one_process(tmp_path, world, most):
+    """No process gathers or writes the whole state."""
+    found = values(group("tensor_parallel", world, str(tmp_path)))
+    before, after, one = found[0]["digests"]
+    assert before == after == one
+    assert all(each["digests"] == found[0]["digests"] for each in found)
+    assert max(each["share"] for each in found) < most
+    assert files.read_json(tmp_path / "1" / manifest.NAME)["parts"] == world
 
 
 def test_the_weights_alone_are_restored_into_pieces(tmp_path, monkeypatch):

@@ -58,6 +58,18 @@ class Leaf(NamedTuple):
         first, end = (min(self.sizes[0], at * self.piece_sizes(width)[0]) for at in (place, place + 1))
         return first, end
 
+    def held(self, place: int, width: int, at: int, count: int) -> tuple[int, int]:
+        """``(first, end)``: the rows of the whole that the process at ``place`` of ``width`` and ``at`` of ``count`` on
+        the axis "tensor" holds, all columns of them or some."""
+        part = self.part(count)
+        first, end = part.bounds(place, width) if self.is_cut else (0, part.sizes[0])
+        skipped = at * part.sizes[0] if self.tensor == 0 else 0
+        return first + skipped, end + skipped
+
+    def writes(self, place: int, at: int) -> bool:
+        """True if the process at ``place`` and ``at`` is the first one with these rows."""
+        return (self.is_cut or place == 0) and (self.tensor == 0 or at == 0)
+
 
 class Layout(NamedTuple):
     """The pieces of a state. Equal in every process of a run."""

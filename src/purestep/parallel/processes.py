@@ -46,7 +46,7 @@ def answered(call: str) -> Generator[None]:
             raise
         meshes.abort(groups)
         first = (str(error).strip().splitlines() or [""])[0][:_LONGEST]
-        what = f"another process ended, failed, or did not answer within the timeout; {call}: {first}"
+        what = f"another process ended, failed, did not answer in time, or made another call; {call}: {first}"
         mesh = groups.mesh
         raise RankError(what, where=f"process {mesh.rank} of {mesh.size}", hint=_CURE) from error
 

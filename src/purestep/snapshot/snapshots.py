@@ -357,7 +357,6 @@ class Snapshots:
         Raises:
             StateError: a leaf cannot be stored.
         """
-        state = parts.without_tensor_parts(state)
         described = parts.described(tree.with_paths(state), parts.spread(state))
         if meshes.here().rank:
             return
@@ -405,7 +404,6 @@ class Snapshots:
         """
         self.open()
         groups, here = meshes.current(), meshes.here()
-        state = parts.without_tensor_parts(state)
         # Another process may not have seen the end of the previous save yet: each save has its own names.
         token = f"{os.getpid()}.{next(self._saves)}" if here.size > 1 else f"{os.getpid()}"
         plan: list[_Plan] = []
@@ -451,7 +449,7 @@ class Snapshots:
             writer.clear(self._staging, spread.parts)
         if here.rank == 0 and here.size > 1:
             self._staging = writer.staging_path(self.directory, manifest.step, token)
-        leaves = parts.summed(leaves, spread.sums)
+        leaves = parts.to_store(leaves, spread)
         failure: Exception | None = None
         try:
             self._buffers = writer.copied(self.directory, manifest.step, lambda: self._copy(manifest, leaves, spread))
@@ -517,14 +515,13 @@ class Snapshots:
         """
         self._background.join()
         prefixes = None if only is None else {only} if isinstance(only, str) else set(only)
-        whole = parts.without_tensor_parts(template)
         if step is not None:
             processes.first(lambda: self._check_exists(step))
-            found = self._read_together(whole, step, prefixes)
+            found = self._read_together(template, step, prefixes)
         else:
-            found = self._newest_good(whole, prefixes)
+            found = self._newest_good(template, prefixes)
         self._restored = found.step
-        return found._replace(state=parts.as_tensor_parts(found.state, template))
+        return found
 
     def _check_exists(self, step: int) -> None:
         if step not in (there := directory.numbered(self.directory)):
@@ -611,7 +608,7 @@ def _lock_name(rank: int) -> str:
 def _fingerprint(manifest: manifests.Manifest, spread: parts.Spread) -> int:
     """A digest of the facts that must be equal in all processes."""
     leaves = [(path, leaf.dtype, leaf.shape) for path, leaf in manifest.leaves.items()]
-    return zlib.crc32(repr((leaves, spread.ranks, spread.sums)).encode())
+    return zlib.crc32(repr((leaves, spread.parts, spread.sums)).encode())
 
 
 def _compare(calls: list[_Call], *, where: str) -> None:
