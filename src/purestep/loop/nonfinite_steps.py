@@ -172,7 +172,11 @@ def explain(
         feed: the source of the batches.
     """
     if meshes.current_mesh() is not None:
-        return _explained_by_batches(error, window)
+        place = ""
+        if window:
+            last = window[-1][0]
+            place = f"epoch {last.epoch + 1}" + (f", batch {last.batch + 1}" if last.batch >= 0 else "")
+        return explain_from(error, processes.gathered(_bad_in(window)), place)
     held = [(index, *one) for index, one in enumerate(window) if one[1] is not None]
     if not isinstance(frozen, TrainState) or not held or error.step is None:
         return error
@@ -265,18 +269,26 @@ def _explained(
     return explained
 
 
-def _explained_by_batches(error: NonFiniteError, window: list[tuple[Call, Any]]) -> NonFiniteError:
-    """Return an error that names the leaves of batches that are not finite, by process."""
-    batches = [batch for _, batch in window if batch is not None]
-    found = [f"{path} ({count} not finite)" for batch in batches for path, count in bad_leaves({"batch": batch})]
-    bad = processes.gathered(found if batches else None)
+def explain_from(error: NonFiniteError, bad: list[list[str] | None], where: str) -> NonFiniteError:
+    """Return an error that names the leaves of batches that are not finite, by process.
+
+    Args:
+        error: of a halted state.
+        bad: for each process, its leaves; None if its batches are unknown.
+        where: the place in the data, "" if it is unknown.
+    """
     texts = [f"process {rank}: {', '.join(leaves[:_SHOWN])}" for rank, leaves in enumerate(bad) if leaves]
     cause = f"; not finite in {'; '.join(texts)}" if texts else "; the batches of all processes are finite"
     if not texts and None in bad:
         cause = f"; the batch of process {bad.index(None)} is unknown"
-    last = window[-1][0] if window else None
-    place = "" if last is None else f"epoch {last.epoch + 1}" + (f", batch {last.batch + 1}" if last.batch >= 0 else "")
-    return _like(error, f"{error.what}{cause}", where=place)
+    return _like(error, f"{error.what}{cause}", where=where or error.where)
+
+
+def _bad_in(window: list[tuple[Call, Any]]) -> list[str] | None:
+    """The leaves of these calls' batches that are not finite; None if no batch is held."""
+    batches = [batch for _, batch in window if batch is not None]
+    found = [f"{path} ({count} not finite)" for batch in batches for path, count in bad_leaves({"batch": batch})]
+    return found if batches else None
 
 
 def _like(error: NonFiniteError, what: str, *, where: str = "", hint: str = "") -> NonFiniteError:

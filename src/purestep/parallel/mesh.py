@@ -161,8 +161,9 @@ def start(*, data: int | None = None, shard: int = 1, tensor: int = 1, timeout: 
     """Start the process groups of a mesh, from torchrun's environment, and close them at the end of the ``with`` block.
 
     Alone, without torchrun, it is a mesh of one process, whatever the sizes are, and every program runs as it does
-    without a mesh. The backend is NCCL on CUDA (each process takes the device of its ``LOCAL_RANK``), else gloo. An
-    error that leaves the block is recorded for torchrun, whose last lines name the process that failed first.
+    without a mesh. The backend is NCCL on CUDA (each process takes the device of its ``LOCAL_RANK``), else gloo. A
+    process group that you have started (`torch.distributed.init_process_group`) is used, and stays open. An error that
+    leaves the block is recorded for torchrun, whose last lines name the process that failed first.
 
     Args:
         data: processes with different examples and the same state; None: all that the other axes leave.
@@ -245,11 +246,14 @@ def _device_type() -> str:
 
 
 def _environment() -> tuple[int, int] | None:
-    """``(rank, world size)`` from torchrun's variables; None if there are none.
+    """``(rank, world size)`` of the process group that the user has started, or from torchrun's variables; None if
+    there are none.
 
     Raises:
         RankError: some are missing, or are no numbers.
     """
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
     present, missing = ([name for name in _VARIABLES if bool(os.environ.get(name)) == there] for there in (True, False))
     if not present:
         return None
@@ -271,10 +275,9 @@ def _fitting(sizes: Mapping[str, int], count: int, *, is_free: bool) -> int:
         RankError: the sizes do not multiply to the number of processes.
     """
     inner = sizes["shard"] * sizes["tensor"]
-    if is_free and count % inner == 0:
-        return count // inner
-    if not is_free and sizes["data"] * inner == count:
-        return sizes["data"]
+    data = count // inner if is_free else sizes["data"]
+    if data * inner == count:
+        return data
     text = " x ".join(f"{name}={size}" for name, size in sizes.items() if size > 1 or name == "data")
     raise RankError(
         f"there are {count} processes, and a mesh of {text}",
@@ -330,7 +333,7 @@ def _joining(rank: int, count: int) -> Generator[None]:
     except (dist.DistError, RuntimeError, ValueError, OSError) as error:  # DistError is a RuntimeError in some releases
         if isinstance(error, RankError):
             raise
-        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        address = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
         raise RankError(
             f"process {rank} of {count} could not join the others at {address}: {error}",
             where=_WHERE,
