@@ -16,7 +16,7 @@ nonfinite_steps   states that stopped at a number that is not finite
 purity_check      a check of the first calls
 recorder          the last batches, to repeat calls
 histograms  profiling                                what `fit` records
-processes  ranks                                     what is decided between two calls, by one process or several
+decisions  ranks                                     what is decided between two calls, by one process or several
 member_columns                                       ensembles
 evaluate                                             `run_epoch`, `evaluate`
 
@@ -33,7 +33,7 @@ and back: `fit` replaces state and position, `progress` holds the metrics until 
 The path of a snapshot::
 
     fit                            asks between two calls (`_decide`), and at a boundary (`_boundary`)
-    processes                      `Decisions.is_due`: of several processes, by one clock
+    decisions                      `Decisions.is_due`: of several processes, by one clock
     resume                         `Checkpointer`: is this call saved? adds `LoopState` and the feed's position
     snapshot/snapshots             the policy, and one save at a time
     snapshot/staging               copies the state to the host

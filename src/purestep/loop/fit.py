@@ -27,12 +27,12 @@ from ..errors import (
 from ..snapshot import Snapshots
 from ..types import Metrics, Program, Tree
 from . import (
+    decisions,
     environment,
     histograms,
     inputs,
     nonfinite_steps,
     policy,
-    processes,
     profiling,
     progress,
     ranks,
@@ -95,7 +95,7 @@ def fit(
 
     In several processes every process makes the same call, with a program of `purestep.distribute` and whole loaders:
     all draw one order and load their rows of each batch, as `types.Share`. History, monitor and best are those of one
-    process, and a run may go on with another number of processes. Callbacks run in every process, with its part of the
+    process, and a run may go on with another number of decisions. Callbacks run in every process, with its part of the
     state and its share of a batch; if they return a state, they do so in all. Sinks, the log and the directory belong
     to the first process. If one process gets a signal or `Stop`, comes to the end of ``max_time`` or to a snapshot due
     by the clock, or has an error of the writer, all processes act on it together, at the same call. An error in one
@@ -139,7 +139,7 @@ def fit(
         stack.enter_context(environment.applied(settings, data.device_of(run.state)))
         feeds = inputs.open_feeds(loaders, settings, ready, inputs.seed_of(run.state), mesh)
         stack.callback(feeds.close)
-        processes.check_alike(mesh, lambda: {"snapshots": "None" if snapshots is None else "a directory"})
+        decisions.check_alike(mesh, lambda: {"snapshots": "None" if snapshots is None else "a directory"})
         store, owned = resume.open_snapshots(snapshots, settings)
         if store is not None and owned:
             stack.callback(store.close)
@@ -178,7 +178,7 @@ class _Run:
         """Take the state and the position of an interrupted run, if there is one, and open the other parts."""
         if config.record and mesh is not None:
             raise ConfigError("record keeps the batches of one process alone", where="fit", hint="record=0")
-        processes.check_alike(mesh, lambda: processes.facts_of(self.state, program, config, feeds))
+        decisions.check_alike(mesh, lambda: decisions.facts_of(self.state, program, config, feeds))
         self.config, self.feeds, self.callbacks = config, feeds, callbacks
         self.view = inputs.view_to_evaluate(self.state, config)
         self.monitor = policy.monitor(config, feeds.evaluation, feeds.train.count)
@@ -193,14 +193,14 @@ class _Run:
         self.call = train_call.train_call(self.eager, program, self.state, config)
         if snapshots is not None and self.monitor.metric is not None:
             snapshots.track(self.monitor.metric, mode=self.monitor.mode)
-        processes.check_alike(mesh, lambda: processes.place_of(loop))
+        decisions.check_alike(mesh, lambda: decisions.place_of(loop))
         intervals = {name: 1.0 if config.fast_dev_run else config.interval(name) for name in feeds.evaluation}
         self.schedule = EvalSchedule(intervals, feeds.train, window)
         self.progress = progress.opened(config.log_every, self.state, loop)
         is_saved = self.is_resumed or loop.calls > 0  # also by hand, without a position
         self.checkpointer = Checkpointer(snapshots, feeds.train, saved=loop.calls if is_saved else None)
         self.best_state = BestState(self.monitor.kept_by(snapshots), config.resume)
-        self.decisions = processes.opened(mesh, signals, self.checkpointer, self.progress, config, feeds.train)
+        self.decisions = decisions.opened(mesh, signals, self.checkpointer, self.progress, config, feeds.train)
         self.recorder = BatchRecorder(config.record)
         directory, rank = None if snapshots is None else snapshots.directory, 0 if mesh is None else mesh.rank
         self.profiler = profiling.profiler(config, directory, updates=loop.updates, rank=rank)
@@ -403,7 +403,7 @@ class _Run:
         self.state = nonfinite_steps.halt_spoilt(self.state)
         error, window = nonfinite_steps.without_written(error, self.progress.window(error.step or 0))
         frozen = nonfinite_steps.before_halt(self.state)
-        return self.decisions.explained(error, frozen, window, self.eager, self.feeds.train)
+        return nonfinite_steps.explain(error, frozen, window, self.eager, self.feeds.train)
 
     def _evaluate(self, state: Tree, loop: LoopState, name: str) -> dict[str, float]:
         """Evaluate a loader; return its means with its name before theirs."""

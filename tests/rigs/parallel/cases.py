@@ -264,7 +264,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     # Each process clips by the norm of its own pieces.
     "local norm": lambda: mock.patch.object(collectives, "all_reduce", _unsummed),
     # Nothing is exchanged.
-    "alone": lambda: mock.patch("purestep.parallel.placement.summed", lambda values, axis: values),
+    "alone": lambda: mock.patch("purestep.parallel.placement.all_reduced", lambda values, axis: values),
 }
 
 
