@@ -331,6 +331,26 @@ def test_a_snapshot_saved_by_hand_is_a_state_without_a_place(tmp_path: Path) -> 
     assert ps.Snapshots(tmp_path, writer=False).latest() == 2 * CALLS
 
 
+def test_a_state_that_was_saved_by_hand_as_step_0_is_not_saved_again(tmp_path: Path) -> None:
+    made = program()
+    with ps.Snapshots(tmp_path) as snapshots:
+        snapshots.save(0, made.init(seed=5))
+    before = (tmp_path / "0").stat().st_ino
+
+    def stops(event: Any) -> Any:
+        return events.Stop() if isinstance(event, events.FitStart) else None
+
+    result = fit(made.init(seed=5), loaders(), made, snapshots=tmp_path, callbacks=[stops], epochs=1)
+    assert (int(result.state.step), (tmp_path / "0").stat().st_ino) == (0, before)
+
+
+def test_another_seed_of_a_loader_that_shuffles_is_named_with_its_cure(tmp_path: Path) -> None:
+    made = program()
+    fit(made.init(seed=5), loaders(), made, snapshots=tmp_path, epochs=1)
+    with pytest.raises(Mismatch, match=r"seed was 5 and is 6 .*\(cure: program.init\(seed=5\); for a separate run"):
+        fit(made.init(seed=6), loaders(), made, snapshots=tmp_path, epochs=2)
+
+
 @pytest.mark.compile
 def test_a_compiled_run_is_resumed(tmp_path: Path) -> None:
     fields: dict[str, Any] = {"compile": {"backend": "aot_eager"}}

@@ -238,12 +238,11 @@ class Feed(ABC):
         differing = [key for key in {**stored, **self.facts} if stored.get(key) != self.facts.get(key)]
         if differing:
             changes = ", ".join(f"{key} was {stored.get(key)!r} and is {self.facts.get(key)!r}" for key in differing)
-            raise Mismatch(
-                f"the loader is not the one of the interrupted run: {changes}",
-                where=self.name,
-                hint="resume with the same loader, or start a new run from the restored state: "
-                "fit(snapshots.restore(state).state, ..., resume=None)",
-            )
+            hint = "resume with the same loader, or start a new run from the restored state: fit(snapshots.restore("
+            hint += "state).state, ..., resume=None)"
+            if differing == ["seed"]:
+                hint = f"program.init(seed={stored.get('seed')}); for a separate run, another directory or resume=None"
+            raise Mismatch(f"the loader is not the one of the interrupted run: {changes}", where=self.name, hint=hint)
 
     def left(self, epoch: int, consumed: int) -> None:
         """Called after an epoch stopped early, after ``consumed`` batches."""

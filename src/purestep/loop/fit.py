@@ -183,7 +183,7 @@ class _Run:
         self.view = inputs.view_to_evaluate(self.state, config)
         self.monitor = policy.monitor(config, feeds.evaluation, feeds.train.count)
         window = program.static.accumulate if program.static else 1
-        self.state, loop, self.is_resumed = resume.resumed(self.state, snapshots, config, feeds.train)
+        self.state, loop, self.is_resumed, saved = resume.resumed(self.state, snapshots, config, feeds.train)
         self.state = inputs.windowed(self.state, window, loop.window)
         loop = self.monitor.resumed(loop)._replace(window=window, window_left=inputs.window_left(self.state, window))
         self.loop = loop
@@ -197,8 +197,7 @@ class _Run:
         intervals = {name: 1.0 if config.fast_dev_run else config.interval(name) for name in feeds.evaluation}
         self.schedule = EvalSchedule(intervals, feeds.train, window)
         self.progress = progress.opened(config.log_every, self.state, loop)
-        is_saved = self.is_resumed or loop.calls > 0  # also by hand, without a position
-        self.checkpointer = Checkpointer(snapshots, feeds.train, saved=loop.calls if is_saved else None)
+        self.checkpointer = Checkpointer(snapshots, feeds.train, saved=saved)
         self.best_state = BestState(self.monitor.kept_by(snapshots), config.resume)
         self.decisions = processes.opened(mesh, signals, self.checkpointer, self.progress, config, feeds.train)
         self.recorder = BatchRecorder(config.record)
@@ -367,6 +366,8 @@ class _Run:
         static = self.program.static
         if static is not None and (static.tail == "carry" or not self.loop.is_window_open):
             return
+        if static is not None and static.tail == "drop":
+            self._settle(wait=True)  # raises the error of a window that is not finite, before it is dropped
         state, metrics = self.call.flush(self.program.flush, self.state)
         if static is None and state is self.state:
             return  # no window was open
@@ -392,10 +393,15 @@ class _Run:
     def _settle(self, *, wait: bool) -> None:
         """Take in the metrics that are due; with ``wait``, all."""
         try:
-            self.loop, lines = self.progress.settle(self.loop, self.state, wait=wait)
+            self.loop = self.progress.settle(self.loop, self.state, wait=wait)
         except NonFiniteError as error:
             raise self._explained(error) from error
-        for line in lines:
+        finally:
+            self._dispatch_lines()
+
+    def _dispatch_lines(self) -> None:
+        """Dispatch the log lines that are complete, also those before a call that is not finite."""
+        for line in self.progress.take_lines():
             self._dispatch(line)
 
     def _explained(self, error: NonFiniteError) -> NonFiniteError:
@@ -529,10 +535,9 @@ class _Run:
             )
             return
         try:
-            self.loop, lines = self.progress.settle(self.loop, self.state, wait=True)
+            self.loop = self.progress.settle(self.loop, self.state, wait=True)
             self._save(wait=True)
-            for line in lines:
-                self._dispatch(line)
+            self._dispatch_lines()
         except Exception as second:
             error.add_note(f"the last state is not saved: {type(second).__name__}: {second}")
             _log.warning("the last state is not saved: %s: %s", type(second).__name__, second)

@@ -67,6 +67,7 @@ class Progress:
         self._queue = MetricQueue()
         self._is_fixed = False
         self._held: deque[tuple[Call, Any]] = deque()
+        self._lines: list[Logged] = []  # complete, to be dispatched
         self._timer = _Timer()
 
     def fix_depth(self, size: int) -> None:
@@ -89,21 +90,25 @@ class Progress:
         if self._log_every and (loop.updates + self.pending) % self._log_every == 0:
             self._queue.start_copy()
 
-    def settle(self, loop: LoopState, state: Tree, *, wait: bool) -> tuple[LoopState, list[Logged]]:
-        """Return the loop state with what has arrived, and complete log lines; with ``wait``, wait for everything.
+    def settle(self, loop: LoopState, state: Tree, *, wait: bool) -> LoopState:
+        """Return the loop state with what has arrived; with ``wait``, wait for everything.
 
         Raises:
             NonFiniteError: the state halted, or with ``wait`` will halt at the end of its window; or the state skips
                 and too many updates in a row were refused.
         """
         arrived = self._queue.rows(wait=wait)
-        settled = self._count(arrived, loop, state) if arrived else (loop, list[Logged]())
+        settled = self._count(arrived, loop, state) if arrived else loop
         if wait and self._halts:
             check_windows(state)
         return settled
 
-    def _count(self, arrived: list[Rows], loop: LoopState, state: Tree) -> tuple[LoopState, list[Logged]]:
-        lines: list[Logged] = []
+    def take_lines(self) -> list[Logged]:
+        """Take out the log lines that are complete."""
+        lines, self._lines = self._lines, []
+        return lines
+
+    def _count(self, arrived: list[Rows], loop: LoopState, state: Tree) -> LoopState:
         updates, last = loop.updates, dict(loop.last)
         interval, line = dict(loop.interval), dict(loop.line)
         sums = (interval, line) if self._log_every else (interval,)
@@ -124,11 +129,11 @@ class Progress:
                 if self._log_every and updates % self._log_every == 0:
                     _sum(rows.part(begun, index + 1), sums, last, self.rates)
                     begun = index + 1
-                    lines.append(self._line(call, updates, line, last))
+                    self._lines.append(self._line(call, updates, line, last))
                     line.clear()
             _sum(rows.part(begun), sums, last, self.rates)
         self._release(arrived, state)
-        return loop._replace(updates=updates, interval=interval, line=line, last=last), lines
+        return loop._replace(updates=updates, interval=interval, line=line, last=last)
 
     def _warn_of_loss(self, rows: Rows) -> None:
         """Warn once if a step without a TrainState returns a loss that is not finite. Its author may intend that."""

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,10 +52,17 @@ def open_snapshots(snapshots: Any, config: FitConfig) -> tuple[Snapshots | None,
 # --- restore ----------------------------------------------------------------------------------------------------------
 
 
-def resumed(
-    state: Tree, snapshots: Snapshots | None, config: FitConfig, feed: data.Feed
-) -> tuple[Tree, LoopState, bool]:
-    """Return the states to go on from, and True if they are those of an interrupted run.
+class Resumed(NamedTuple):
+    """The states to go on from."""
+
+    state: Tree
+    loop: LoopState
+    is_resumed: bool  # they are those of an interrupted run
+    saved: int | None  # the call that the state was saved after; None: it is the initial one
+
+
+def resumed(state: Tree, snapshots: Snapshots | None, config: FitConfig, feed: data.Feed) -> Resumed:
+    """Return the states to go on from.
 
     Raises:
         Mismatch, NotFound, Corrupt: as `restored`; Mismatch also for another loader.
@@ -63,16 +70,17 @@ def resumed(
     snapshot = restored(state, snapshots, config)
     given = _injected(state)
     if snapshot is None:
-        return state, LoopState(injected=given), False
+        return Resumed(state, LoopState(injected=given), is_resumed=False, saved=None)
     if not isinstance(snapshot.loop, Mapping) or "record" not in snapshot.loop:
         # Saved by hand, without a loop's position. Later snapshots get later names.
-        return snapshot.state, LoopState(calls=snapshot.step, injected=given), False
+        loop = LoopState(calls=snapshot.step, injected=given)
+        return Resumed(snapshot.state, loop, is_resumed=False, saved=loop.calls)
     feed.restore(snapshot.loop["feed"])
     loop = from_json(snapshot.loop["record"], snapshot.history)
     log.info("resumed from step %d: epoch %d, batch %d", snapshot.step, loop.epoch + 1, loop.batch)
     _warn_of_another_seed(state, snapshot.state, source=config.resume)
     _warn_of_other_hyperparams(loop.injected, given, _injected(snapshot.state))
-    return snapshot.state, loop._replace(injected=given), True
+    return Resumed(snapshot.state, loop._replace(injected=given), is_resumed=True, saved=loop.calls)
 
 
 def restored(state: Tree, snapshots: Snapshots | None, config: FitConfig) -> Snapshot | None:
