@@ -14,8 +14,8 @@ signals           SIGINT, SIGTERM and SIGUSR1 during a run
 environment       torch's switches during a run
 nonfinite_steps   states that stopped at a number that is not finite
 purity_check      a check of the first calls
-recorder          the last batches, to repeat calls
-histograms  profiling                                what `fit` records
+call_hooks        what settings of `fit` record at each call:
+recorder  histograms  profiling                      the last batches; histograms; a trace of `torch.profiler`
 processes  ranks                                     what is decided between two calls, by one process or several
 member_columns                                       ensembles
 evaluate                                             `run_epoch`, `evaluate`

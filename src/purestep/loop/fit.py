@@ -27,13 +27,12 @@ from ..errors import (
 from ..snapshot import Snapshots
 from ..types import Metrics, Program, Tree
 from . import (
+    call_hooks,
     environment,
-    histograms,
     inputs,
     nonfinite_steps,
     policy,
     processes,
-    profiling,
     progress,
     ranks,
     resume,
@@ -45,7 +44,6 @@ from .inputs import Feeds
 from .loop_state import Call, Cell, FitResult, LoopState, cell, joined, with_row
 from .member_columns import with_best
 from .policy import EvalSchedule, limit_reached
-from .recorder import BatchRecorder
 from .resume import BestState, Checkpointer
 from .signals import Preempted, Signals, interrupted, is_at_once
 
@@ -200,10 +198,8 @@ class _Run:
         self.checkpointer = Checkpointer(snapshots, feeds.train, saved=saved)
         self.best_state = BestState(self.monitor.kept_by(snapshots), config.resume)
         self.decisions = processes.opened(mesh, signals, self.checkpointer, self.progress, config, feeds.train)
-        self.recorder = BatchRecorder(config.record)
-        directory, rank = None if snapshots is None else snapshots.directory, 0 if mesh is None else mesh.rank
-        self.profiler = profiling.profiler(config, directory, updates=loop.updates, rank=rank)
-        self.histograms = histograms.recorder(config.histograms, self.eager, self.state)
+        rank = 0 if mesh is None else mesh.rank
+        self.hooks = call_hooks.opened(config, self.eager, self.state, loop, snapshots, rank=rank)
         if not self.is_resumed:
             policy.warn_of_short_average(program, config, feeds.train)
 
@@ -348,14 +344,9 @@ class _Run:
     def _call_step(self, batch: Any) -> None:
         """Call train_step. Nothing is read from the device."""
         loop = self.loop
-        self.recorder.add(self.state, batch, loop.calls + 1)
-        if self.profiler is not None:
-            self.profiler.before_call()
-        if self.histograms is not None:
-            updates = loop.updates + self.progress.pending
-            self.histograms.before_call(self.state, batch, updates=updates, closes=loop.window_left == 1)
+        for hook in self.hooks:
+            hook.before_call(self.state, batch, loop, loop.updates + self.progress.pending)
         self.state, metrics = self.call(self.state, batch, loop)
-        self.recorder.returned(self.state)
         self.loop = loop.stepped()
         self._count(
             Call(loop.calls + 1, loop.epoch, loop.batch, loop.window_left == 1, purity.versions(batch)), metrics, batch
@@ -377,17 +368,14 @@ class _Run:
 
     def _count(self, call: Call, metrics: Metrics | MetricVector, batch: Any) -> None:
         """Hand the metrics of a call to the progress and the callbacks, and take in what is due of earlier ones."""
-        if self.profiler is not None and call.closing:
-            self.profiler.after_update()
+        recorded = [hook.after_call(self.state, call) for hook in self.hooks]
         self.progress.add(call, metrics, self.loop, batch)
         if call.closing and self.callbacks.has_callbacks:
             updates = self.loop.updates + self.progress.pending
             event = events.StepEnd(self.state, as_dict(metrics), batch, call.epoch, call.batch, updates)
             self.state, self.loop = self._with_answers(self.state, self.loop, self.callbacks.ask(event))
-        if call.closing and self.histograms is not None:
-            found = self.histograms.after_update(self.state, updates=self.loop.updates + self.progress.pending)
-            if found is not None:
-                self._dispatch(found)
+        for found in filter(None, recorded):
+            self._dispatch(found)
         self._settle(wait=False)
 
     def _settle(self, *, wait: bool) -> None:
@@ -574,15 +562,13 @@ class _Run:
         """Return the result so far."""
         loop, view = self.loop, self.view or "params"
         best, stop = self.monitor.best(loop), loop.stop or "error"
-        recording = self.recorder.parts()
+        recording = tuple(part for hook in self.hooks for part in hook.recording())
         return FitResult(
             released(self.state), dict(loop.history), best, loop.epoch, stop, view, self.best_state, recording
         )
 
     def _end(self, error: BaseException | None) -> None:
         """Dispatch FitEnd, whatever ended the run."""
-        if self.profiler is not None:
-            self.profiler.close()
         self.best_state.end(self.state, self.loop)
         failed = self._restore_best() if error is None and self.config.restore_best else None
         error = error or failed
@@ -593,8 +579,8 @@ class _Run:
                 nonfinite_steps.write_replay_file(error, self.checkpointer.snapshots)
         if isinstance(error, KeyboardInterrupt | SystemExit) and not self._has_saved and not is_at_once(error):
             vars(error)["result"] = self._result()  # it may have that of a run inside a callback
-        if error is not None:
-            self.recorder.write(error, self.checkpointer.snapshots)
+        for hook in self.hooks:
+            hook.end(error, self.checkpointer.snapshots)
         result = self._result()
         self.callbacks.end(events.FitEnd(result.state, result.stop_reason, result.history, result.best, error))
         if failed is not None:
