@@ -4,7 +4,6 @@ fit               the loop, from the restore to the end
 loop_state        the state of the loop: plain numbers, one value
 inputs            settings, program, state, loaders and sinks, checked and opened
 train_call        the call of the train step, compiled if the settings say so
-window_position   the position in the accumulation window, counted on the host
 resume            the state to go on from, what is saved, and the state of the best row
 policy            which row is the best, when to stop, when to evaluate
 metric_queue      metrics that arrive late

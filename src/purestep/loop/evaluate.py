@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
@@ -11,14 +10,15 @@ from torch import Tensor
 
 from .. import data, ema, tree
 from .. import metrics as metrics_
+from ..compile import takes_index
 from ..errors import ConfigError, StepContractError
 from ..metrics import Gathered
+from ..step import counting
 from ..types import EvalStep, Mean, Metrics, TrainStep, Tree
 from . import metric_queue, ranks
 from .loop_state import LoopState
 from .metric_queue import MetricQueue
 from .nonfinite_steps import before_halt, halt_error
-from .window_position import counting
 
 Watch = Callable[[Any, Metrics, int], None]
 
@@ -183,14 +183,6 @@ def _on_host(outputs: Metrics) -> Metrics:
         return copies[key]
 
     return tree.map(copied, outputs)
-
-
-def takes_index(eval_step: EvalStep) -> bool:
-    """True if an eval_step has a parameter for the number of the batch."""
-    try:
-        return "index" in inspect.signature(eval_step).parameters or hasattr(eval_step, "graphs")
-    except (TypeError, ValueError):
-        return False
 
 
 def check_pair(result: Any) -> tuple[Tree, Metrics]:

@@ -14,7 +14,7 @@ from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from .. import data, ema, events, files, parallel
-from ..compile import LiveState, MetricVector, as_dict, released, states
+from ..compile import LiveState, MetricVector, as_dict, eager_program, released, states
 from ..diagnostics import purity
 from ..errors import (
     ConfigError,
@@ -185,7 +185,7 @@ class _Run:
         self.state = inputs.windowed(self.state, window, loop.window)
         loop = self.monitor.resumed(loop)._replace(window=window, window_left=inputs.window_left(self.state, window))
         self.loop = loop
-        self.eager = train_call.eager_program(program)
+        self.eager = eager_program(program)
         self.program = program = train_call.ready_program(program, self.state, config)
         self.members = program.static.members if program.static is not None else 0
         self.call = train_call.train_call(self.eager, program, self.state, config)
