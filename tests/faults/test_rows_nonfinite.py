@@ -32,9 +32,9 @@ from purestep.errors import (
 )
 from purestep.events import Logged
 from purestep.loop import metric_queue
+from purestep.loop.accounting import Accounting
 from purestep.loop.loop_state import Call, LoopState
 from purestep.loop.nonfinite_steps import can_halt
-from purestep.loop.progress import Progress
 from purestep.types import Program, TrainState
 
 CRITERION = nn.CrossEntropyLoss()
@@ -490,7 +490,7 @@ def test_row_36_no_batch_is_held_longer_than_its_metrics_are_on_their_way() -> N
     most = 1 << 28
     for options, expected in (({}, 1), ({"nonfinite": "skip"}, 0)):
         program = mlp(**options)
-        progress = Progress(0, halts=can_halt(program.init()))
+        progress = Accounting(0, halts=can_halt(program.init()))
         loop = LoopState()
         large = torch.empty(most // 4 + 1, device="meta"), torch.zeros(1)
         for call in range(1, 4):

@@ -12,6 +12,7 @@ device           batches to a device
 batch_spec       checks each batch against the first one
 """
 
+from .batch_spec import BatchCheck as BatchCheck
 from .batch_spec import BatchSpec as BatchSpec
 from .batch_spec import check_batch as check_batch
 from .device import Prefetched as Prefetched

@@ -7,7 +7,7 @@ train_call        the call of the train step, compiled if the settings say so
 resume            the state to go on from, what is saved, and the state of the best row
 policy            which row is the best, when to stop, when to evaluate
 metric_queue      metrics that arrive late
-progress          metrics of calls as sums of the history, and log lines
+accounting        metrics of calls as sums of the history, log lines, and updates that were applied; ensembles
 callbacks         events to sinks and callbacks
 signals           SIGINT, SIGTERM and SIGUSR1 during a run
 environment       torch's switches during a run
@@ -16,18 +16,17 @@ purity_check      a check of the first calls
 call_hooks        what settings of `fit` record at each call:
 recorder  histograms  profiling                      the last batches; histograms; a trace of `torch.profiler`
 processes  ranks                                     what is decided between two calls, by one process or several
-member_columns                                       ensembles
 evaluate                                             `run_epoch`, `evaluate`
 
 The path of a batch, from the loader to the step::
 
     data/map_style, iterable ...   draws the order, and takes the batch from the loader (a `Feed`)
-    signals, progress              end the wait at a signal, and time it
+    signals, accounting            end the wait at a signal, and time it
     data/device                    copies the batch to the device, one ahead
     fit                            does what is due at this position, then takes the next batch
     train_call                     checks the batch, and calls the step
 
-and back: `fit` replaces state and position, `progress` holds the metrics until `metric_queue` reads them.
+and back: `fit` replaces state and position, `accounting` holds the metrics until `metric_queue` reads them.
 
 The path of a snapshot::
 

@@ -17,14 +17,13 @@ if TYPE_CHECKING:  # loads pydantic, which takes half as long as the rest of `im
 class CallHook:
     """Is called before and after each call of the step, and at the end of the run. A subclass does what it needs."""
 
-    def before_call(self, state: Tree, batch: Any, loop: LoopState, updates: int) -> None:
+    def before_call(self, state: Tree, batch: Any, loop: LoopState) -> None:
         """Before a call of train_step.
 
         Args:
             state: before the call, which may overwrite it.
             batch: of the call.
             loop: before the call.
-            updates: so far, if those are applied whose metrics have not arrived.
         """
 
     def after_call(self, state: Tree, call: Call) -> Histograms | None:

@@ -27,22 +27,22 @@ from ..errors import (
 from ..snapshot import Snapshots
 from ..types import Metrics, Program, Tree
 from . import (
+    accounting,
     call_hooks,
     environment,
     inputs,
     nonfinite_steps,
     policy,
     processes,
-    progress,
     ranks,
     resume,
     train_call,
 )
+from .accounting import with_best
 from .callbacks import Callbacks
 from .evaluate import eval_means
 from .inputs import Feeds
 from .loop_state import Call, Cell, FitResult, LoopState, cell, joined, with_row
-from .member_columns import with_best
 from .policy import EvalSchedule, limit_reached
 from .resume import BestState, Checkpointer
 from .signals import Preempted, Signals, interrupted, is_at_once
@@ -194,10 +194,10 @@ class _Run:
         processes.check_alike(mesh, lambda: processes.place_of(loop))
         intervals = {name: 1.0 if config.fast_dev_run else config.interval(name) for name in feeds.evaluation}
         self.schedule = EvalSchedule(intervals, feeds.train, window)
-        self.progress = progress.opened(config.log_every, self.state, loop)
+        self.accounting = accounting.opened(config.log_every, self.state, loop)
         self.checkpointer = Checkpointer(snapshots, feeds.train, saved=saved)
         self.best_state = BestState(self.monitor.kept_by(snapshots), config.resume)
-        self.decisions = processes.opened(mesh, signals, self.checkpointer, self.progress, config, feeds.train)
+        self.decisions = processes.opened(mesh, signals, self.checkpointer, self.accounting, config, feeds.train)
         rank = 0 if mesh is None else mesh.rank
         self.hooks = call_hooks.opened(config, self.eager, self.state, loop, snapshots, rank=rank)
         if not self.is_resumed:
@@ -236,7 +236,7 @@ class _Run:
         """Open the batches of the epoch of `LoopState` that are left."""
         self.schedule.begin(self.loop)
         loaded = self.feeds.train.epoch(self.loop.epoch, self.loop.batch)
-        watched = self.decisions.watch(self.progress.timed(loaded))
+        watched = self.decisions.watch(self.accounting.timed(loaded))
         # Both stay open as long as there may be a snapshot: a feed may have to ask its loader for more.
         with (
             closing(loaded),
@@ -303,7 +303,7 @@ class _Run:
         # Evaluate.
         state = self.state
         row: dict[str, Cell] = {"epoch": loop.epoch + (loop.batch > 0), "step": loop.updates}
-        row |= self.progress.row(dict(loop.interval), loop.last)
+        row |= self.accounting.row(dict(loop.interval), loop.last)
         history = loop.history
         for name in due:
             values = self._evaluate(state, loop, name)
@@ -325,7 +325,7 @@ class _Run:
 
         # Callbacks.
         shown = {name: cell(value) for name, value in row.items()}
-        reason, speed = loop.stop or limit_reached(self.config, loop), self.progress.row_speed()
+        reason, speed = loop.stop or limit_reached(self.config, loop), self.accounting.row_speed()
         event = events.EpochEnd(state, loop.epoch, loop.updates, shown, improved, reason, speed)
         state, loop = self._answered(state, loop, event)
         loop = self.decisions.compare(loop, state)
@@ -345,7 +345,7 @@ class _Run:
         """Call train_step. Nothing is read from the device."""
         loop = self.loop
         for hook in self.hooks:
-            hook.before_call(self.state, batch, loop, loop.updates + self.progress.pending)
+            hook.before_call(self.state, batch, loop)
         self.state, metrics = self.call(self.state, batch, loop)
         self.loop = loop.stepped()
         self._count(
@@ -362,16 +362,16 @@ class _Run:
         state, metrics = self.call.flush(self.program.flush, self.state)
         if static is None and state is self.state:
             return  # no window was open
-        self.state, self.loop = state, self.loop.flushed()
         closes = static is None or static.tail == "step"
+        self.state, self.loop = state, self.loop.flushed(updates=closes)
         self._count(Call(self.loop.calls, self.loop.epoch, -1, closes), metrics, None)
 
     def _count(self, call: Call, metrics: Metrics | MetricVector, batch: Any) -> None:
-        """Hand the metrics of a call to the progress and the callbacks, and take in what is due of earlier ones."""
+        """Hand the metrics of a call to the accounts and the callbacks, and take in what is due of earlier ones."""
         recorded = [hook.after_call(self.state, call) for hook in self.hooks]
-        self.progress.add(call, metrics, self.loop, batch)
+        self.accounting.add(call, metrics, self.loop, batch)
         if call.closing and self.callbacks.has_callbacks:
-            updates = self.loop.updates + self.progress.pending
+            updates = self.loop.updates_at_most
             event = events.StepEnd(self.state, as_dict(metrics), batch, call.epoch, call.batch, updates)
             self.state, self.loop = self._with_answers(self.state, self.loop, self.callbacks.ask(event))
         for found in filter(None, recorded):
@@ -381,7 +381,7 @@ class _Run:
     def _settle(self, *, wait: bool) -> None:
         """Take in the metrics that are due; with ``wait``, all."""
         try:
-            self.loop = self.progress.settle(self.loop, self.state, wait=wait)
+            self.loop = self.accounting.settle(self.loop, self.state, wait=wait)
         except NonFiniteError as error:
             raise self._explained(error) from error
         finally:
@@ -389,13 +389,13 @@ class _Run:
 
     def _dispatch_lines(self) -> None:
         """Dispatch the log lines that are complete, also those before a call that is not finite."""
-        for line in self.progress.take_lines():
+        for line in self.accounting.take_lines():
             self._dispatch(line)
 
     def _explained(self, error: NonFiniteError) -> NonFiniteError:
         """Return the error of a halted state with an explanation."""
         self.state = nonfinite_steps.halt_spoilt(self.state)
-        error, window = nonfinite_steps.without_written(error, self.progress.window(error.step or 0))
+        error, window = nonfinite_steps.without_written(error, self.accounting.window(error.step or 0))
         frozen = nonfinite_steps.before_halt(self.state)
         return self.decisions.explained(error, frozen, window, self.eager, self.feeds.train)
 
@@ -408,7 +408,7 @@ class _Run:
         watch = self.callbacks.watch(state, name, loop.epoch)
         loaded = self.decisions.watch_evaluation(self.feeds.evaluation[name].epoch(0))
         batches = data.prefetch(loaded, data.device_of(state), name=name)
-        with self.progress.paused():
+        with self.accounting.paused():
             means = eval_means(state, batches, step, name=name, watch=watch)
         return {f"{name}_{key}": value for key, value in means.items()}
 
@@ -418,7 +418,7 @@ class _Run:
         """Return the loaders to evaluate at this position: none in an open window, or at the end of the epoch."""
         if not self.schedule.has_inside or self.loop.is_window_open:
             return []
-        if self.schedule.may_be_due(self.loop, self.progress.pending):  # otherwise it does not matter how many applied
+        if self.schedule.may_be_due(self.loop):  # otherwise it does not matter how many applied
             self._settle(wait=True)
         due = self.schedule.due_inside(self.loop)
         if not due or not batches.more():  # at the end, the epoch's own boundary evaluates
@@ -429,7 +429,7 @@ class _Run:
     def _is_cut_off(self, batches: data.Prefetched) -> bool:
         """True if the run ends inside this epoch. With no batch left, the epoch's own boundary decides."""
         steps, reason = self.config.steps, None
-        if steps not in (None, -1) and self.loop.updates + self.progress.pending >= steps:
+        if steps not in (None, -1) and self.loop.updates_at_most >= steps:
             self._settle(wait=True)
             reason = limit_reached(self.config, self.loop)
         reason = self.loop.stop or reason or self._timed_out()
@@ -440,10 +440,7 @@ class _Run:
 
     def _timed_out(self) -> str | None:
         """Return "max_time" if that has passed and the run may stop."""
-        return "max_time" if self.decisions.is_over() and not self._is_below_minimum(self.loop) else None
-
-    def _is_below_minimum(self, loop: LoopState) -> bool:
-        return policy.below_minimum(self.config, loop, ahead=self.progress.pending)
+        return "max_time" if self.decisions.is_over() and not policy.below_minimum(self.config, self.loop) else None
 
     def _decide(self, batches: data.Prefetched | None = None) -> None:
         """Take the decisions of this place: raise the writer's error, save a snapshot that is due inside an epoch (at
@@ -478,7 +475,7 @@ class _Run:
                 state = inputs.checked_answer(state, answer, copied=self.config.donate == "init")
                 loop = loop._replace(window_left=inputs.window_left(state, loop.window))
                 self.decisions.count_answer()
-            elif not self._is_below_minimum(loop):
+            elif not policy.below_minimum(self.config, loop):
                 loop = self.decisions.stop(loop, answer.reason)
         return state, loop
 
@@ -495,7 +492,7 @@ class _Run:
             None if snapshots is None else snapshots.directory,
             self.is_resumed,
             dict(loop.history),
-            lambda: self.callbacks.position(self.loop, ahead=self.progress.pending),
+            lambda: self.callbacks.position(self.loop),
             self.view if self.feeds.evaluation else None,
         )
 
@@ -503,7 +500,7 @@ class _Run:
 
     def _save(self, *, wait: bool = False) -> None:
         """Save a snapshot, unless this call of the step has one; with ``wait``, wait until all are committed."""
-        saved = self.checkpointer.save(self.state, self.loop, ahead=self.progress.pending)
+        saved = self.checkpointer.save(self.state, self.loop)
         if saved is not None:
             self._dispatch(saved)
         if wait:
@@ -523,7 +520,7 @@ class _Run:
             )
             return
         try:
-            self.loop = self.progress.settle(self.loop, self.state, wait=True)
+            self.loop = self.accounting.settle(self.loop, self.state, wait=True)
             self._save(wait=True)
             self._dispatch_lines()
         except Exception as second:

@@ -53,11 +53,12 @@ class HistogramHook(CallHook):
         self._gradient = gradient
         self._before: _Before | None = None
 
-    def before_call(self, state: TrainState, batch: Any, loop: LoopState, updates: int) -> None:
+    def before_call(self, state: TrainState, batch: Any, loop: LoopState) -> None:
         """Keep what the comparison needs, if the update of this call is recorded."""
         self._before = None
-        if loop.window_left == 1 and (updates + 1) % self._every == 0:
-            self._before = _Before(updates + 1, tree.clone(_weights(state)), self._gradients(state, batch))
+        update = loop.updates_at_most + 1
+        if loop.window_left == 1 and update % self._every == 0:
+            self._before = _Before(update, tree.clone(_weights(state)), self._gradients(state, batch))
 
     def after_call(self, state: TrainState, call: Call) -> Histograms | None:
         """Return the histograms of this update, if it is recorded. Waits for the device."""

@@ -23,9 +23,9 @@ from ..parallel import agreement, host, placement
 from ..torch_ext import tensor_layout
 from ..types import Program, Tree
 from . import nonfinite_steps
+from .accounting import Accounting
 from .inputs import Feeds
 from .loop_state import Call, LoopState
-from .progress import Progress
 from .resume import Checkpointer
 from .signals import Pending, Signals
 
@@ -47,7 +47,7 @@ class Decisions:
     rank = 0
     size = 1
 
-    def __init__(self, signals: Signals, checkpointer: Checkpointer, progress: Progress, config: FitConfig) -> None:
+    def __init__(self, signals: Signals, checkpointer: Checkpointer, progress: Accounting, config: FitConfig) -> None:
         self._signals = signals
         self._checkpointer = checkpointer
         self._progress = progress
@@ -74,7 +74,7 @@ class Decisions:
 
     def is_due(self, loop: LoopState) -> bool:
         """True if a snapshot is due."""
-        return bool(self._checkpointer.due(loop, self._progress.pending))
+        return bool(self._checkpointer.due(loop))
 
     def stop(self, loop: LoopState, reason: str) -> LoopState:
         """Return the state after a callback's `Stop`."""
@@ -137,7 +137,7 @@ class JointDecisions(Decisions):
         self,
         signals: Signals,
         checkpointer: Checkpointer,
-        progress: Progress,
+        progress: Accounting,
         config: FitConfig,
         *,
         mesh: parallel.Mesh,
@@ -166,7 +166,7 @@ class JointDecisions(Decisions):
         return bool(self._joint.over)
 
     def is_due(self, loop: LoopState) -> bool:
-        names = self._checkpointer.due(loop, self._progress.pending)
+        names = self._checkpointer.due(loop)
         by_clock = self._joint.due and not self._checkpointer.is_saved(loop)
         return bool(by_clock) or any(name != "every_seconds" for name in names)
 
@@ -232,7 +232,7 @@ class JointDecisions(Decisions):
         loop = self._loop
         place = zlib.crc32(repr((loop.epoch, loop.batch, loop.calls)).encode())
         place ^= self._feed.order(loop.epoch, loop.batch - 1)
-        due = self.rank == 0 and "every_seconds" in self._checkpointer.due(loop, self._progress.pending)
+        due = self.rank == 0 and "every_seconds" in self._checkpointer.due(loop)
         own = _Numbers(
             signal=max(_SIGNALS.index(pending), self._joint.signal),
             stop=int(self._stop is not None),
@@ -300,7 +300,7 @@ def opened(
     mesh: parallel.Mesh | None,
     signals: Signals,
     checkpointer: Checkpointer,
-    progress: Progress,
+    progress: Accounting,
     config: FitConfig,
     feed: data.Feed,
 ) -> Decisions:

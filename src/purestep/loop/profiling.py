@@ -56,7 +56,7 @@ class Profiler(CallHook):
         self._updates = 0  # closed windows of accumulation
         self._torchs: Any = None
 
-    def before_call(self, state: Tree, batch: Any, loop: LoopState, updates: int) -> None:
+    def before_call(self, state: Tree, batch: Any, loop: LoopState) -> None:
         """Start before the first call of the window."""
         if self._updates == self._begin and self._torchs is None and self._count:
             self._guarded(self._start)

@@ -39,7 +39,7 @@ class BatchRecorder(CallHook):
         self._parts: deque[Recording] = deque()
         self._result: Any = _NOTHING
 
-    def before_call(self, state: Tree, batch: Any, loop: LoopState, updates: int) -> None:
+    def before_call(self, state: Tree, batch: Any, loop: LoopState) -> None:
         """Copy the arguments of the call."""
         if state is not self._result or len(self._parts[-1].batches) == self._size:
             self._parts.append(Recording(tree.clone(plain(state)), [], loop.calls + 1))

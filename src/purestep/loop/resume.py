@@ -201,24 +201,24 @@ class Checkpointer:
         """True if this call has a snapshot."""
         return self._saved == loop.calls
 
-    def due(self, loop: LoopState, ahead: int) -> tuple[str, ...]:
-        """The settings that make a snapshot due here. ``ahead``: updates since `loop`, if all are applied."""
+    def due(self, loop: LoopState) -> tuple[str, ...]:
+        """The settings that make a snapshot due here."""
         if self.snapshots is None or self._saved == loop.calls:
             return ()
-        return self.snapshots.due(updates=loop.updates + ahead, epoch=loop.epoch)
+        return self.snapshots.due(updates=loop.updates_at_most, epoch=loop.epoch)
 
     def add_row(self, loop: LoopState, row: Mapping[str, Cell]) -> None:
         """Store the row of this call: its snapshot is ranked by it."""
         self._rows = {loop.calls: {name: float(value) for name, value in row.items() if value is not None}}
 
-    def save(self, state: Tree, loop: LoopState, *, ahead: int) -> events.Saved | None:
+    def save(self, state: Tree, loop: LoopState) -> events.Saved | None:
         """Hand a snapshot to the writer, unless this call has one. A row replaces a snapshot without it."""
         again = self._saved == loop.calls
         metrics = self._rows.pop(loop.calls, {})
         if self.snapshots is None or (again and not metrics):
             return None
         files.failpoint("loop.snapshot")
-        self.snapshots.due(updates=loop.updates + ahead, epoch=loop.epoch)  # the policy counts from here
+        self.snapshots.due(updates=loop.updates_at_most, epoch=loop.epoch)  # the policy counts from here
         stored = {"record": to_store(loop), "feed": self._feed.position(loop.epoch, loop.batch)}
         self._saved = loop.calls
         self.snapshots.save(loop.calls, state, loop=stored, metrics=metrics, history=loop.history, overwrite=again)

@@ -13,11 +13,12 @@ from torch import Tensor
 from .. import compile as compile_
 from .. import data, files, tree
 from ..compile import MetricVector, states
+from ..data import BatchCheck
 from ..diagnostics import not_finite, purity
 from ..errors import NonFiniteError, PurestepError, StepContractError
 from ..step import counting
 from ..types import Metrics, Program, TrainStep, Tree
-from .evaluate import BatchCheck, check_pair
+from .evaluate import check_pair
 from .loop_state import LoopState
 from .nonfinite_steps import FOUND, can_halt, halts
 from .purity_check import PurityCheck
@@ -106,7 +107,7 @@ class TrainCall:
             elif self._step_checks_batch:
                 new, metrics = self._step(state, batch)
             else:
-                self._check_batch(batch, loop)
+                self._check_batch(batch, loop.epoch, loop.batch)
                 new, metrics = self._unchecked(state, batch)
             files.failpoint("loop.step")
         except BaseException as error:
@@ -140,11 +141,11 @@ class TrainCall:
         return result if self._compiled else check_pair(result)  # a graph's result is checked at capture
 
     def _other_batch(self, batch: Any) -> None:
-        self._check_batch(batch, self._loop)
+        self._check_batch(batch, self._loop.epoch, self._loop.batch)
 
     def _checked(self, state: Tree, batch: Any, place: str) -> tuple[Tree, Metrics | MetricVector]:
         calls = self._calls
-        self._check_batch(batch, self._loop)
+        self._other_batch(batch)
         result = self._check_purity(state, batch, place) if calls == self._check_purity.due else None
         if result is None or self._compiled:
             result = self._unchecked(state, batch)

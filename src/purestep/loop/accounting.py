@@ -1,4 +1,4 @@
-"""Progress of a run: metrics of calls become sums of the history, log lines, and a count of applied updates."""
+"""The accounts of a run: metrics of calls become sums of the history, log lines, and a count of applied updates."""
 
 from __future__ import annotations
 
@@ -8,20 +8,23 @@ import time
 from collections import deque
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .. import tree
+from .. import stopping, tree
 from ..compile import MetricVector, states
-from ..errors import NonFiniteError, StepContractError
+from ..errors import ConfigError, NonFiniteError, StepContractError
 from ..events import Logged
 from ..state import stacked
 from ..step import rate_names
 from ..torch_ext import tensor_layout
 from ..types import Metrics, TrainState, Tree
 from . import metric_queue
-from .loop_state import Call, Cell, LoopState
+from .loop_state import Call, Cell, LoopState, cell
 from .metric_queue import MetricQueue, Rows, Totals
 from .nonfinite_steps import can_halt, check_windows, halt_error
+
+if TYPE_CHECKING:
+    from .policy import Monitor
 
 _BARE = ("grad_norm", "scale")  # step metrics that do not describe training data: no "train_" before them
 _HIDDEN = ("applied",)
@@ -32,18 +35,16 @@ _END = object()
 _log = logging.getLogger("purestep")
 
 
-def opened(log_every: int, state: Tree, loop: LoopState) -> Progress:
-    """Return the progress of a run that begins, or goes on, with these states."""
+def opened(log_every: int, state: Tree, loop: LoopState) -> Accounting:
+    """Return the accounts of a run that begins, or goes on, with these states."""
     calls = stacked.keys(state)[0][1] if isinstance(state, TrainState) else 0
     rates = {"lr"}.union(*(rate_names(part) for part in states(state)))
     rates |= {f"{name}[{index}]" for name in rates for index in range(stacked.size(state))}
-    return Progress(log_every, before=calls - loop.calls, halts=can_halt(state), rates=rates)
+    return Accounting(log_every, before=calls - loop.calls, halts=can_halt(state), rates=rates)
 
 
-class Progress:
+class Accounting:
     """Takes metrics as tensors; returns loop states and log lines once the numbers have arrived.
-
-    ``updates`` of a loop state counts updates that are known to be applied. ``pending`` windows closed since then.
 
     Args:
         log_every: updates between two log lines, 0 for none.
@@ -55,7 +56,6 @@ class Progress:
     def __init__(
         self, log_every: int, *, before: int = 0, halts: bool = False, rates: Collection[str] = ("lr",)
     ) -> None:
-        self.pending = 0
         self.rates = rates
         self._log_every = log_every
         self._before = before
@@ -77,7 +77,7 @@ class Progress:
             self._queue.depth = _calls_to_hold(size)
 
     def add(self, call: Call, metrics: Metrics | MetricVector, loop: LoopState, batch: Any = None) -> None:
-        """Put in the metrics of a call and its batch; None for a flush."""
+        """Put in the metrics of a call and its batch (None for a flush); ``loop`` is the state after the call."""
         if self._halts:
             if not self._held and batch is not None and not self._is_fixed:
                 self._queue.depth = _calls_to_hold(tensor_layout.nbytes(tree.leaves(batch)))
@@ -85,9 +85,8 @@ class Progress:
         self._queue.add(call, metrics)
         if not call.closing:
             return
-        self.pending += 1
         self._timer.steps += 1
-        if self._log_every and (loop.updates + self.pending) % self._log_every == 0:
+        if self._log_every and loop.updates_at_most % self._log_every == 0:
             self._queue.start_copy()
 
     def settle(self, loop: LoopState, state: Tree, *, wait: bool) -> LoopState:
@@ -109,7 +108,7 @@ class Progress:
         return lines
 
     def _count(self, arrived: list[Rows], loop: LoopState, state: Tree) -> LoopState:
-        updates, last = loop.updates, dict(loop.last)
+        updates, pending, last = loop.updates, loop.pending, dict(loop.last)
         interval, line = dict(loop.interval), dict(loop.line)
         sums = (interval, line) if self._log_every else (interval,)
         for rows in arrived:
@@ -119,7 +118,7 @@ class Progress:
                 call: Call = rows.tags[index]
                 if not call.closing:
                     continue
-                self.pending -= 1
+                pending -= 1
                 if not applied:
                     self._refused(call, rows.values(index), state)
                     continue
@@ -133,7 +132,7 @@ class Progress:
                     line.clear()
             _sum(rows.part(begun), sums, last, self.rates)
         self._release(arrived, state)
-        return loop._replace(updates=updates, interval=interval, line=line, last=last)
+        return loop._replace(updates=updates, pending=pending, interval=interval, line=line, last=last)
 
     def _warn_of_loss(self, rows: Rows) -> None:
         """Warn once if a step without a TrainState returns a loss that is not finite. Its author may intend that."""
@@ -327,3 +326,38 @@ def _check_rates(call: Call, values: Totals) -> None:
             where=f"schedule, epoch {call.epoch + 1}, batch {call.batch + 1}",
             hint="a schedule that stays in [0, inf), past its end too: schedules.warmup_cosine(...)",
         )
+
+
+# --- ensembles --------------------------------------------------------------------------------------------------------
+
+
+def with_best(row: Mapping[str, Cell], monitor: Monitor, members: int) -> dict[str, Cell]:
+    """Add ``val_loss[best]``, the best of ``val_loss[0]``, ``val_loss[1]``, ..., for every metric of a row whose name
+    says if small values are good, and for the monitored one. Of an ensemble of one member, ``val_loss`` is also
+    ``val_loss[0]``.
+
+    Args:
+        row: of the history.
+        monitor: its mode is used for the metric that it monitors.
+        members: of the ensemble; 0 for a program of one model.
+    """
+    found = dict(row)
+    if members == 1:  # whose metrics are vectors of one number, which have the name of a number
+        whole = {name for name in row if f"{name}[0]" not in row and not name.endswith("]")} - {"epoch", "step"}
+        found |= {f"{name}[0]": row[name] for name in row if name in whole}
+    for name in row if members else ():
+        entries = [cell(found.get(f"{name}[{index}]")) for index in range(members)]
+        known = [value for value in entries if value is not None]
+        mode = _mode(name, monitor) if known and not name.endswith("]") else None
+        if mode is not None:
+            found[f"{name}[best]"] = min(known) if mode == "min" else max(known)
+    return found
+
+
+def _mode(name: str, monitor: Monitor) -> stopping.Mode | None:
+    if monitor.metric == f"{name}[best]":
+        return monitor.mode
+    try:
+        return stopping.default_mode(name)
+    except ConfigError:
+        return None
