@@ -31,7 +31,6 @@ _HIDDEN = ("applied",)
 _DEPTH = 64  # calls whose metrics are copied together
 _MAX_REFUSALS = 100  # refused updates in a row, after which the run ends or warns
 _MAX_HELD = 1 << 28  # bytes of batches that are held until their calls are known to be good
-_END = object()
 _log = logging.getLogger("purestep")
 
 
@@ -57,6 +56,8 @@ class Accounting:
         self, log_every: int, *, before: int = 0, halts: bool = False, rates: Collection[str] = ("lr",)
     ) -> None:
         self.rates = rates
+        self.lines: deque[Logged] = deque()
+        """Complete log lines, which the run takes out."""
         self._log_every = log_every
         self._before = before
         self._halts = halts
@@ -67,7 +68,6 @@ class Accounting:
         self._queue = MetricQueue()
         self._is_fixed = False
         self._held: deque[tuple[Call, Any]] = deque()
-        self._lines: list[Logged] = []  # complete, to be dispatched
         self._timer = _Timer()
 
     def fix_depth(self, size: int) -> None:
@@ -102,11 +102,6 @@ class Accounting:
             check_windows(state)
         return settled
 
-    def take_lines(self) -> list[Logged]:
-        """Take out the log lines that are complete."""
-        lines, self._lines = self._lines, []
-        return lines
-
     def _count(self, arrived: list[Rows], loop: LoopState, state: Tree) -> LoopState:
         updates, pending, last = loop.updates, loop.pending, dict(loop.last)
         interval, line = dict(loop.interval), dict(loop.line)
@@ -128,7 +123,7 @@ class Accounting:
                 if self._log_every and updates % self._log_every == 0:
                     _sum(rows.part(begun, index + 1), sums, last, self.rates)
                     begun = index + 1
-                    self._lines.append(self._line(call, updates, line, last))
+                    self.lines.append(self._line(call, updates, line, last))
                     line.clear()
             _sum(rows.part(begun), sums, last, self.rates)
         self._release(arrived, state)
@@ -255,15 +250,9 @@ class Accounting:
         """Return the updates per second since the last call."""
         return self._timer.restart_row()
 
-    def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches and measure the time spent waiting for them."""
-        while True:
-            start = time.monotonic()
-            batch = next(batches, _END)
-            self._timer.waited += time.monotonic() - start
-            if batch is _END:
-                return
-            yield batch
+    def waited(self, seconds: float) -> None:
+        """Add to the time that was spent waiting for batches."""
+        self._timer.waited += seconds
 
 
 class _Timer:

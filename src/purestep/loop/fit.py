@@ -44,7 +44,7 @@ from .evaluate import eval_means
 from .inputs import Feeds
 from .loop_state import Call, Cell, FitResult, LoopState, cell, joined, with_row
 from .policy import EvalSchedule, limit_reached
-from .resume import BestState, Checkpointer
+from .saving import BestState, Checkpointer
 from .signals import Preempted, Signals, interrupted, is_at_once
 
 if TYPE_CHECKING:  # loads pydantic, which takes half as long as the rest of `import purestep`
@@ -236,12 +236,10 @@ class _Run:
         """Open the batches of the epoch of `LoopState` that are left."""
         self.schedule.begin(self.loop)
         loaded = self.feeds.train.epoch(self.loop.epoch, self.loop.batch)
-        watched = self.decisions.watch(self.accounting.timed(loaded))
+        device, waited = data.device_of(self.state), self.accounting.waited
+        moved = data.prefetch(self.decisions.watch(loaded), device, name="train", waited=waited)
         # Both stay open as long as there may be a snapshot: a feed may have to ask its loader for more.
-        with (
-            closing(loaded),
-            closing(data.prefetch(watched, data.device_of(self.state), name="train")) as batches,
-        ):
+        with closing(loaded), closing(moved) as batches:
             yield batches
 
     def _train_epoch(self, batches: data.Prefetched) -> bool:
@@ -389,8 +387,8 @@ class _Run:
 
     def _dispatch_lines(self) -> None:
         """Dispatch the log lines that are complete, also those before a call that is not finite."""
-        for line in self.accounting.take_lines():
-            self._dispatch(line)
+        while self.accounting.lines:
+            self._dispatch(self.accounting.lines.popleft())
 
     def _explained(self, error: NonFiniteError) -> NonFiniteError:
         """Return the error of a halted state with an explanation."""

@@ -26,7 +26,7 @@ from . import nonfinite_steps
 from .accounting import Accounting
 from .inputs import Feeds
 from .loop_state import Call, LoopState
-from .resume import Checkpointer
+from .saving import Checkpointer
 from .signals import Pending, Signals
 
 if TYPE_CHECKING:  # loads pydantic, which takes half as long as the rest of `import purestep`
