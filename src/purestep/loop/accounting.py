@@ -100,6 +100,8 @@ class Accounting:
         settled = self._count(arrived, loop, state) if arrived else loop
         if wait and self._halts:
             check_windows(state)
+        if wait and self._queue.kinds:  # a resumed run that has made no call yet does not know the classes
+            settled = settled._replace(computed=metric_queue.computed_of(settled.interval, self._queue.kinds))
         return settled
 
     def _count(self, arrived: list[Rows], loop: LoopState, state: Tree) -> LoopState:
@@ -213,17 +215,22 @@ class Accounting:
         error.step = call.number + self._before
         raise error
 
-    def row(self, sums: Totals, rates: Mapping[str, float]) -> dict[str, Cell]:
+    def row(self, loop: LoopState) -> dict[str, Cell]:
+        """Return the metrics since the last row by their names in the history."""
+        return self._named(metric_queue.means(loop.interval, self._queue.kinds, loop.computed), loop.last)
+
+    def _named(self, values: Mapping[str, float], rates: Mapping[str, float]) -> dict[str, Cell]:
         """Return a step's metrics by their names in the history: ``train_`` stands before what training data gave."""
         row: dict[str, Cell] = {}
-        for name, value in metric_queue.means(sums, self._queue.kinds).items():
+        for name, value in values.items():
             base = metric_queue.base_name(name)
             if base not in _HIDDEN and name not in self.rates:
                 row[name if base in _BARE else f"train_{name}"] = value
         return row | metric_queue.averaged({name: value for name, value in rates.items() if name in self.rates})
 
     def _line(self, call: Call, updates: int, sums: Totals, rates: Mapping[str, float]) -> Logged:
-        numbers = {name: value for name, value in self.row(sums, rates).items() if value is not None}
+        named = self._named(metric_queue.means(sums, self._queue.kinds), rates)
+        numbers = {name: value for name, value in named.items() if value is not None}
         speed, waiting = self._timer.restart()
         return Logged(call.epoch, updates, numbers, speed, waiting)
 

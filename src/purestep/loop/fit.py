@@ -301,7 +301,7 @@ class _Run:
         # Evaluate.
         state = self.state
         row: dict[str, Cell] = {"epoch": loop.epoch + (loop.batch > 0), "step": loop.updates}
-        row |= self.accounting.row(dict(loop.interval), loop.last)
+        row |= self.accounting.row(loop)
         history = loop.history
         for name in due:
             values = self._evaluate(state, loop, name)
@@ -312,7 +312,7 @@ class _Run:
 
         # History.
         row = with_best(row, self.monitor, self.members)
-        loop = loop._replace(interval={}, history=with_row(history, row))
+        loop = loop._replace(interval={}, computed={}, history=with_row(history, row))
 
         # Best and early stop.
         self.monitor.check(loop, self.feeds.evaluation)

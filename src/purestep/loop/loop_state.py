@@ -27,6 +27,7 @@ class LoopState(NamedTuple):
     stop: str | None = None  # why the run ends; not stored
     updates: int = 0  # optimizer updates applied, as far as the host has read the metrics
     interval: Mapping[str, tuple[float, float]] = MappingProxyType({})  # sums since the last row of the history
+    computed: Mapping[str, Mapping[str, float]] = MappingProxyType({})  # values of `interval` that a class computes
     line: Mapping[str, tuple[float, float]] = MappingProxyType({})  # sums since the last log line
     last: Mapping[str, float] = MappingProxyType({})  # last learning rates
     best: stopping.Record = stopping.init()
@@ -149,12 +150,17 @@ class FitResult(NamedTuple):
         return {"best": best, "epochs": self.epochs}
 
 
-_NOT_STORED = ("window_left", "pending", "stop", "history")
+_NOT_STORED = ("window_left", "pending", "stop", "history", "computed")
 
 
 def to_store(loop: LoopState) -> dict[str, Any]:
     """Return the state as JSON, without its history, which a snapshot stores as an array."""
     stored = {name: value for name, value in loop._asdict().items() if name not in _NOT_STORED}
+    if loop.computed:
+        computed = {
+            name: {key: _encode(value) for key, value in named.items()} for name, named in loop.computed.items()
+        }
+        stored["computed"] = computed
     return stored | {
         "best": stopping.to_json(loop.best),
         "interval": _sums_to_json(loop.interval),
@@ -172,6 +178,9 @@ def from_json(stored: Mapping[str, Any], history: Mapping[str, list[Cell]] | Non
     known["interval"] = _sums_from_json(known["interval"])
     known["line"] = _sums_from_json(known.get("line", {}))
     known["last"] = {name: float(value) for name, value in known["last"].items()}
+    computed = known.pop("computed", {})
+    if computed:
+        known["computed"] = {name: {key: float(value) for key, value in computed[name].items()} for name in computed}
     injected = known.pop("injected", {})
     if injected:
         known["injected"] = {name: float(value) for name, value in injected.items()}
