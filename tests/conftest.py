@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from faults import failpoints
 from hypothesis import HealthCheck, settings
+from rigs.faults import failpoints
 
 # The peers that want a model hub or a GPU allocator must not look for one.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -23,7 +23,7 @@ from purestep import errors, optim
 from purestep.tools.export import weights
 
 hf = pytest.importorskip("transformers", reason="transformers is in the extra purestep[hf]")
-from zoo import families  # noqa: E402
+from rigs.zoo import families  # noqa: E402
 
 # PEFT 0.21 reads it of every model, and transformers 5.23 has renamed it.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")

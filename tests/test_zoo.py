@@ -1,4 +1,4 @@
-"""Twelve models of the zoo; `python -m tests.zoo` trains all of them."""
+"""Twelve models of the zoo; `python -m tests.rigs.zoo` trains all of them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from rigs.zoo import compare, families, models, table
 from torch import nn
-from zoo import compare, families, models, table
 
 import purestep as ps
 from purestep.compile.cpu import backend as native

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from faults.runs import fit
 from helpers import assert_trees_close, tiny_mlp, vector_batch
+from rigs.faults.runs import fit
 from torch import Tensor, nn
 
 import purestep as ps

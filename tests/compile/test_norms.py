@@ -22,8 +22,8 @@ from typing import Any
 
 import pytest
 import torch
-from fuzz import compare
 from helpers import assert_trees_close
+from rigs.fuzz import compare
 from torch import Tensor, nn
 from torch.nn import functional
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from faults.runs import batches, fit, mlp, poisoned
 from helpers import assert_trees_close, image_batch, tiny_convnet, tiny_mlp, vector_batch
+from rigs.faults.runs import batches, fit, mlp, poisoned
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 

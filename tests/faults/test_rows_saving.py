@@ -13,12 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import forkserver
 import pytest
 import torch
-from faults import failpoints, filling, killing, losing, racing, running
-from faults.running import steps_of_a_fit
-from faults.trials import fails_without, first_failure
+from rigs import forkserver
+from rigs.faults import failpoints, filling, killing, losing, racing, running
+from rigs.faults.running import steps_of_a_fit
+from rigs.faults.trials import fails_without, first_failure
 from saving import assert_same, record_calls, small
 
 from purestep import errors, files, tree
@@ -38,7 +38,7 @@ def plan(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Plans faults, counted from now on."""
 
     def set_plan(text: str) -> None:
-        monkeypatch.setattr("faults.failpoints.hits", Counter())
+        monkeypatch.setattr("rigs.faults.failpoints.hits", Counter())
         monkeypatch.setenv("PURESTEP_FAILPOINT", text)
 
     return set_plan
@@ -373,7 +373,7 @@ def test_row_09_no_memory_for_the_copy(tmp_path: Path) -> None:
 
 # --- 10, 11 -----------------------------------------------------------------------------------------------------------
 
-SAVE_AND_END = "from faults import planted, running\nfrom purestep.snapshot import Snapshots\n{off}\n"
+SAVE_AND_END = "from rigs.faults import planted, running\nfrom purestep.snapshot import Snapshots\n{off}\n"
 SAVE_AND_END += "Snapshots({folder!r}).save(1, running.state(1))\n{ending}"
 
 

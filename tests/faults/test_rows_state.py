@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from faults.runs import batches, fails, fit, mlp, refused
 from helpers import assert_trees_close, tiny_mlp
+from rigs.faults.runs import batches, fails, fit, mlp, refused
 from torch import Tensor, nn
 
 import purestep as ps

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from rigs.parallel import processes
 
 import purestep as ps
 from purestep.parallel import host
-
-from . import processes
 
 NAN: dict[str, Any] = {"problem": "perceptrons", "batches": "spoilt"}
 SHARD: dict[str, Any] = {"params": "shard", "mesh": {"shard": 2}}
@@ -23,7 +22,7 @@ CASES: list[dict[str, Any]] = [
 
 
 def test_a_nan_on_one_process_is_handled_as_in_one_process() -> None:
-    found = processes.run("tests.parallel.cases:steps", 2, args=[CASES])[0].value
+    found = processes.run("rigs.parallel.cases:steps", 2, args=[CASES])[0].value
     for case, one in zip(CASES, found, strict=True):
         assert one["far"] < 1e-14, (case, one)
     # Skipped: one of six calls, one of three windows. Halted: two updates before the nan.
@@ -32,7 +31,7 @@ def test_a_nan_on_one_process_is_handled_as_in_one_process() -> None:
 
 @pytest.mark.parametrize(("params", "sizes"), [("replicate", {}), ("shard", {"shard": 2})])
 def test_an_overflow_on_one_process_skips_the_update_of_all(params: str, sizes: dict[str, int]) -> None:
-    first, second = (output.value for output in processes.run("tests.parallel.cases:overflow", 2, args=[params, sizes]))
+    first, second = (output.value for output in processes.run("rigs.parallel.cases:overflow", 2, args=[params, sizes]))
     assert first == second
     before, after = first["updates"][0], first["updates"][1]
     assert after == before

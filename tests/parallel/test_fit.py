@@ -6,8 +6,7 @@ import re
 from typing import Any
 
 import pytest
-
-from .processes import once, run
+from rigs.parallel.processes import once, run
 
 ULPS = 2.5e-7  # relative: metrics are float32, and a process rounds its own share
 
@@ -16,7 +15,7 @@ ULPS = 2.5e-7  # relative: metrics are float32, and a process rounds its own sha
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     def compute() -> list[dict[str, Any]]:
         folder = tmp_path_factory.mktemp("runs")
-        return [output.value for output in run("tests.parallel.fitting:everything", 2, args=[str(folder)], timeout=240)]
+        return [output.value for output in run("rigs.parallel.fitting:everything", 2, args=[str(folder)], timeout=240)]
 
     return once(tmp_path_factory, "fitting", compute)
 
@@ -135,7 +134,7 @@ def test_errors_say_what_where_and_the_cure(found: list[dict[str, Any]], name: s
 @pytest.mark.parametrize(("sizes", "params"), [({"data": 2, "shard": 2}, "shard"), ({}, "replicate")])
 def test_a_run_of_four_processes_equals_one(sizes: dict[str, int], params: str):
     """Two groups of two pieces each, and four whole states."""
-    for output in run("tests.parallel.fitting:equal", 4, args=[params, sizes, 1], timeout=240):
+    for output in run("rigs.parallel.fitting:equal", 4, args=[params, sizes, 1], timeout=240):
         one = output.value
         for kind in ("state", "run_epoch", "listed", "streamed", "uneven"):
             assert one[kind] < 1e-14, (kind, one)

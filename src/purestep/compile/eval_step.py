@@ -18,7 +18,7 @@ from .buffers import key_positions
 from .compiled_step import batch_leaves
 from .contract import tensors_alone
 from .graphs import Graphs, Options
-from .guards import check_untransformed, kinds, resolved
+from .guards import check_untransformed, resolved, signature
 from .outputs import as_dict
 
 
@@ -68,7 +68,7 @@ class CompiledEval:
             return core
 
         graph = self._graphs.find(
-            (state_def, treedef, kinds([*inputs, *(old[at] for at in sorted(keys))])), leaves, inputs, build
+            (state_def, treedef, signature([*inputs, *(old[at] for at in sorted(keys))])), leaves, inputs, build
         )
         if not graph.draws or not parts:
             return as_dict(graph.run(inputs, leaves, graph.outside))
