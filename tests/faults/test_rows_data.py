@@ -486,7 +486,7 @@ def test_row_35_a_dataclass_of_another_dtype_at_batch_7(kind: Any) -> None:
 
 
 def test_row_35_fails_where_nobody_looks_at_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train_call, "BatchCheck", lambda: lambda batch, loop: None)
+    monkeypatch.setattr(train_call, "BatchCheck", lambda: lambda batch, epoch, index: None)
     for fault in ("None", "a rank", "one missing"):
         raw = (TypeError, ValueError, RuntimeError, AttributeError, IndexError)
         fails(lambda fault=fault: test_row_35_another_structure_at_batch_5(fault, False), *raw)

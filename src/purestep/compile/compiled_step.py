@@ -58,6 +58,9 @@ class _Last(NamedTuple):
 class CompiledStep:
     """A compiled step. ``graphs`` counts the compiled graphs, ``eager`` is the original step."""
 
+    counts_windows = True
+    """It counts the position in an accumulation window on the host: see `step.counting`."""
+
     def __init__(
         self,
         step: Callable[..., Any],

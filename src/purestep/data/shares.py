@@ -62,18 +62,18 @@ class RowsFeed(Feed):
                 "its own: parallel.sharded(loader)",
             )
 
-    def position(self, epoch: int, consumed: int) -> dict[str, Any]:
-        return {**self._feed.position(epoch, consumed), "facts": self.facts}  # with a limit, which is this feed's
+    def to_store(self, epoch: int, consumed: int) -> dict[str, Any]:
+        return {**self._feed.to_store(epoch, consumed), "facts": self.facts}  # with a limit, which is this feed's
 
-    def restore(self, position: Mapping[str, Any]) -> None:
-        super().restore(position)
-        self._feed.restore({**position, "facts": self._feed.facts})
+    def restore(self, stored: Mapping[str, Any]) -> None:
+        super().restore(stored)
+        self._feed.restore({**stored, "facts": self._feed.facts})
 
     def indices(self, epoch: int, batch: int) -> list[Any] | None:
         return self._feed.indices(epoch, batch)
 
-    def left(self, epoch: int, consumed: int) -> None:
-        self._feed.left(epoch, consumed)
+    def stopped_early(self, epoch: int, consumed: int) -> None:
+        self._feed.stopped_early(epoch, consumed)
 
     def close(self) -> None:
         self._feed.close()
@@ -136,18 +136,18 @@ class OwnFeed(Feed):
         same = processes.by_process(int(ordered is self._feed))  # the constructor is a collective
         return self if all(same) else OwnFeed(ordered, self._mesh)
 
-    def position(self, epoch: int, consumed: int) -> dict[str, Any]:
-        """As `Feed.position`, of all processes: every process calls it."""
+    def to_store(self, epoch: int, consumed: int) -> dict[str, Any]:
+        """As `Feed.to_store`, of all processes: every process calls it."""
         own = self._done(epoch, consumed)
-        return {"facts": self.facts, "own": processes.gathered([own, self._feed.position(epoch, own)])}
+        return {"facts": self.facts, "own": processes.gathered([own, self._feed.to_store(epoch, own)])}
 
-    def restore(self, position: Mapping[str, Any]) -> None:
-        super().restore(position)
-        self._restored, own = position["own"][self._mesh.rank]
+    def restore(self, stored: Mapping[str, Any]) -> None:
+        super().restore(stored)
+        self._restored, own = stored["own"][self._mesh.rank]
         self._feed.restore(own)
 
-    def left(self, epoch: int, consumed: int) -> None:
-        self._feed.left(epoch, self._done(epoch, consumed))
+    def stopped_early(self, epoch: int, consumed: int) -> None:
+        self._feed.stopped_early(epoch, self._done(epoch, consumed))
 
     def _done(self, epoch: int, consumed: int) -> int:
         """The batches of this process among those that are consumed."""

@@ -21,10 +21,10 @@ from ..compile import plain, states
 from ..parallel import placement, processes
 from ..torch_ext import tensor_layout
 from ..types import Program, Tree
+from .accounting import Accounting
 from .inputs import Feeds
 from .loop_state import LoopState
-from .progress import Progress
-from .resume import Checkpointer
+from .saving import Checkpointer
 from .signals import Pending, Signals
 
 if TYPE_CHECKING:  # loads pydantic, which takes half as long as the rest of `import purestep`
@@ -49,7 +49,7 @@ class Decisions:
     rank = 0
     size = 1
 
-    def __init__(self, signals: Signals, checkpointer: Checkpointer, progress: Progress, config: FitConfig) -> None:
+    def __init__(self, signals: Signals, checkpointer: Checkpointer, progress: Accounting, config: FitConfig) -> None:
         self._signals = signals
         self._checkpointer = checkpointer
         self._progress = progress
@@ -76,7 +76,7 @@ class Decisions:
 
     def is_due(self, loop: LoopState) -> bool:
         """True if a snapshot is due."""
-        return bool(self._checkpointer.due(loop, self._progress.pending))
+        return bool(self._checkpointer.due(loop))
 
     def stop(self, loop: LoopState, reason: str) -> LoopState:
         """Return the state after a callback's `Stop`."""
@@ -131,7 +131,7 @@ class JointDecisions(Decisions):
         self,
         signals: Signals,
         checkpointer: Checkpointer,
-        progress: Progress,
+        progress: Accounting,
         config: FitConfig,
         *,
         mesh: parallel.Mesh,
@@ -159,7 +159,7 @@ class JointDecisions(Decisions):
         return bool(self._joint.over)
 
     def is_due(self, loop: LoopState) -> bool:
-        names = self._checkpointer.due(loop, self._progress.pending)
+        names = self._checkpointer.due(loop)
         by_clock = self._joint.due and not self._checkpointer.is_saved(loop)
         return bool(by_clock) or any(name != "every_seconds" for name in names)
 
@@ -229,7 +229,7 @@ class JointDecisions(Decisions):
             stop=self._stop is not None,
             failed=self._failure is not None,
             over=super().is_over(),
-            due=self.rank == 0 and "every_seconds" in self._checkpointer.due(loop, self._progress.pending),
+            due=self.rank == 0 and "every_seconds" in self._checkpointer.due(loop),
             place=place,
             place_negated=-place,
         )
@@ -261,7 +261,7 @@ def opened(
     mesh: parallel.Mesh | None,
     signals: Signals,
     checkpointer: Checkpointer,
-    progress: Progress,
+    progress: Accounting,
     config: FitConfig,
     feed: data.Feed,
 ) -> Decisions:
