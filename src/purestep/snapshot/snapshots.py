@@ -404,6 +404,7 @@ class Snapshots:
             RankError: the processes save different steps or states.
         """
         self.open()
+        self._last = self._here  # also of a save that fails, which is not due again at the next call
         here = self._peers
         state = parts.without_tensor_parts(state)
         # Another process may not have seen the end of the previous save yet: each save has its own names.
@@ -478,7 +479,6 @@ class Snapshots:
             team=writer.Team(here.rank, here.size, calls[0].token, here.timeout, self._is_alive),
             failure=failure,
         )
-        self._last = self._here
         self._restored = None
         if self._buffers:
             orbax_io.ready(self._platforms)
