@@ -403,6 +403,7 @@ class Snapshots:
             RankError: the processes save different steps or states.
         """
         self.open()
+        self._last = self._here  # also of a save that fails, which is not due again at the next call
         groups, here = meshes.current(), meshes.here()
         # Another process may not have seen the end of the previous save yet: each save has its own names.
         token = f"{os.getpid()}.{next(self._saves)}" if here.size > 1 else f"{os.getpid()}"
@@ -478,7 +479,6 @@ class Snapshots:
             ),
             failure=failure,
         )
-        self._last = self._here
         self._restored = None
         self._background.start(lambda: writer.run(job), holding=self._lock)
         self._report(before)
