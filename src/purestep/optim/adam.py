@@ -10,10 +10,9 @@ from torch import Tensor
 from ..state import known_keywords
 from ..types import Empty, Params, Tree
 from . import kernels
-from .base import Transform, chain, require, require_arguments
+from .arguments import Decay, NonNegative, Rate, Scalar
+from .base import Transform, chain
 from .numerics import (
-    Rate,
-    Scalar,
     adam_quotients,
     by_name,
     complement_power,
@@ -47,10 +46,10 @@ class ScaleByAdamState(NamedTuple):
 
 @known_keywords
 def scale_by_adam(
-    b1: Scalar = 0.9,
-    b2: Scalar = 0.999,
+    b1: Decay = 0.9,
+    b2: Decay = 0.999,
     *,
-    eps: Scalar = 1e-8,
+    eps: NonNegative = 1e-8,
     amsgrad: bool = False,
     mu_dtype: torch.dtype | None = None,
     nu_dtype: torch.dtype | None = None,
@@ -67,9 +66,6 @@ def scale_by_adam(
             any number below 2e-4 is 0. In bfloat16 the mean of squares stops changing close to its limit, because
             1 - b2 is smaller than the rounding error.
 
-    Raises:
-        ConfigError: a number is out of range.
-
     References:
         Kingma and Ba, 2015, Adam; Reddi et al., 2018, On the Convergence of Adam and Beyond.
 
@@ -79,8 +75,6 @@ def scale_by_adam(
         >>> tx.update(params, tx.init(params), params)[0]["w"].round(decimals=4).tolist()
         [1.0, -1.0]
     """
-    require("scale_by_adam", high=1.0, b1=b1, b2=b2)
-    require("scale_by_adam", eps=eps)
 
     def init(params: Params) -> ScaleByAdamState:
         nu_max = zeros_like_squares(params, nu_dtype) if amsgrad else Empty()
@@ -105,11 +99,11 @@ def scale_by_adam(
 @known_keywords
 def adam(
     learning_rate: Rate = 1e-3,
-    b1: Scalar = 0.9,
-    b2: Scalar = 0.999,
-    eps: Scalar = 1e-8,
+    b1: Decay = 0.9,
+    b2: Decay = 0.999,
+    eps: NonNegative = 1e-8,
     *,
-    weight_decay: Scalar = 0.0,
+    weight_decay: NonNegative = 0.0,
     mask: Mask | None = None,
     amsgrad: bool = False,
     mu_dtype: torch.dtype | None = None,
@@ -128,9 +122,6 @@ def adam(
         mu_dtype: dtype of the mean of gradients; None: each parameter's.
         nu_dtype: dtype of the mean of squares; None: each parameter's, but float32 for float16.
 
-    Raises:
-        ConfigError: a number is out of range.
-
     References:
         Kingma and Ba, 2015, Adam: A Method for Stochastic Optimization.
 
@@ -140,7 +131,6 @@ def adam(
         >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
         -0.1
     """
-    require_arguments("adam", learning_rate, below_one={"b1": b1, "b2": b2}, eps=eps, weight_decay=weight_decay)
     whole = chain(
         *decay_parts(weight_decay, mask),
         scale_by_adam(b1, b2, eps=eps, amsgrad=amsgrad, mu_dtype=mu_dtype, nu_dtype=nu_dtype),
@@ -154,10 +144,10 @@ def adam(
 @known_keywords
 def adamw(
     learning_rate: Rate = 1e-3,
-    b1: Scalar = 0.9,
-    b2: Scalar = 0.999,
-    eps: Scalar = 1e-8,
-    weight_decay: Scalar = 1e-2,
+    b1: Decay = 0.9,
+    b2: Decay = 0.999,
+    eps: NonNegative = 1e-8,
+    weight_decay: NonNegative = 1e-2,
     mask: Mask | None = None,
     *,
     amsgrad: bool = False,
@@ -179,9 +169,6 @@ def adamw(
         mu_dtype: dtype of the mean of gradients; None: each parameter's.
         nu_dtype: dtype of the mean of squares; None: each parameter's, but float32 for float16.
 
-    Raises:
-        ConfigError: a number is out of range.
-
     References:
         Loshchilov and Hutter, 2019, Decoupled Weight Decay Regularization.
 
@@ -191,7 +178,6 @@ def adamw(
         >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
         -0.1
     """
-    require_arguments("adamw", learning_rate, below_one={"b1": b1, "b2": b2}, eps=eps, weight_decay=weight_decay)
     whole = chain(
         scale_by_adam(b1, b2, eps=eps, amsgrad=amsgrad, mu_dtype=mu_dtype, nu_dtype=nu_dtype),
         *decay_parts(weight_decay, mask),
@@ -213,7 +199,7 @@ class ScaleByNadamState(NamedTuple):
 
 @known_keywords
 def scale_by_nadam(
-    b1: Scalar = 0.9, b2: Scalar = 0.999, *, eps: Scalar = 1e-8, momentum_decay: Scalar = 4e-3
+    b1: Decay = 0.9, b2: Decay = 0.999, *, eps: NonNegative = 1e-8, momentum_decay: NonNegative = 4e-3
 ) -> Transform:
     r"""Adam's direction with Nesterov momentum that warms up, as in `torch.optim.NAdam`.
 
@@ -227,9 +213,6 @@ def scale_by_nadam(
         eps: in [0, inf), outside the root.
         momentum_decay: :math:`\psi` in [0, inf).
 
-    Raises:
-        ConfigError: a number is out of range.
-
     References:
         Dozat, 2016, Incorporating Nesterov Momentum into Adam.
 
@@ -239,8 +222,6 @@ def scale_by_nadam(
         >>> tx.init(params).mu_product.item()
         1.0
     """
-    require("scale_by_nadam", high=1.0, b1=b1, b2=b2)
-    require("scale_by_nadam", eps=eps, momentum_decay=momentum_decay)
 
     def init(params: Params) -> ScaleByNadamState:
         step = zero_count(params)
@@ -271,12 +252,12 @@ def scale_by_nadam(
 @known_keywords
 def nadam(
     learning_rate: Rate = 2e-3,
-    b1: Scalar = 0.9,
-    b2: Scalar = 0.999,
-    eps: Scalar = 1e-8,
+    b1: Decay = 0.9,
+    b2: Decay = 0.999,
+    eps: NonNegative = 1e-8,
     *,
-    momentum_decay: Scalar = 4e-3,
-    weight_decay: Scalar = 0.0,
+    momentum_decay: NonNegative = 4e-3,
+    weight_decay: NonNegative = 0.0,
     decoupled_weight_decay: bool = False,
     mask: Mask | None = None,
 ) -> Transform:
@@ -292,9 +273,6 @@ def nadam(
         decoupled_weight_decay: add the decay after the moments, as AdamW does.
         mask: the parameters that decay, as in `masked`; None: all.
 
-    Raises:
-        ConfigError: a number is out of range.
-
     References:
         Dozat, 2016, Incorporating Nesterov Momentum into Adam.
 
@@ -305,8 +283,6 @@ def nadam(
         >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
         -0.1056
     """
-    numbers = {"eps": eps, "momentum_decay": momentum_decay, "weight_decay": weight_decay}
-    require_arguments("nadam", learning_rate, below_one={"b1": b1, "b2": b2}, **numbers)
     decay = decay_parts(weight_decay, mask)
     direction = scale_by_nadam(b1, b2, eps=eps, momentum_decay=momentum_decay)
     return _chain_with_decay(direction, decay, decoupled_weight_decay, learning_rate)
@@ -322,7 +298,7 @@ class MomentsState(NamedTuple):
 
 
 @known_keywords
-def scale_by_radam(b1: Scalar = 0.9, b2: Scalar = 0.999, *, eps: Scalar = 1e-8) -> Transform:
+def scale_by_radam(b1: Decay = 0.9, b2: Decay = 0.999, *, eps: NonNegative = 1e-8) -> Transform:
     r"""Adam's direction with a rectifier for the large variance of :math:`v` in early updates, as `torch.optim.RAdam`.
 
     With :math:`\rho_t = \rho_\infty - 2 t \beta_2^t / (1 - \beta_2^t)`: :math:`\hat m_t` where
@@ -333,9 +309,6 @@ def scale_by_radam(b1: Scalar = 0.9, b2: Scalar = 0.999, *, eps: Scalar = 1e-8) 
         b2: decay of the mean of squares, in [0, 1).
         eps: in [0, inf), added before the bias correction.
 
-    Raises:
-        ConfigError: a number is out of range.
-
     References:
         Liu et al., 2020, On the Variance of the Adaptive Learning Rate and Beyond.
 
@@ -345,8 +318,6 @@ def scale_by_radam(b1: Scalar = 0.9, b2: Scalar = 0.999, *, eps: Scalar = 1e-8) 
         >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)  # not yet adaptive
         3.0
     """
-    require("scale_by_radam", high=1.0, b1=b1, b2=b2)
-    require("scale_by_radam", eps=eps)
 
     def update(updates: Params, state: MomentsState, params: Params) -> tuple[Params, MomentsState]:
         del params  # Depends on the gradients only.
@@ -379,11 +350,11 @@ def _rectifier(step: Tensor, b2: Scalar, square_weight: Tensor) -> tuple[Tensor,
 @known_keywords
 def radam(
     learning_rate: Rate = 1e-3,
-    b1: Scalar = 0.9,
-    b2: Scalar = 0.999,
-    eps: Scalar = 1e-8,
+    b1: Decay = 0.9,
+    b2: Decay = 0.999,
+    eps: NonNegative = 1e-8,
     *,
-    weight_decay: Scalar = 0.0,
+    weight_decay: NonNegative = 0.0,
     decoupled_weight_decay: bool = False,
     mask: Mask | None = None,
 ) -> Transform:
@@ -398,9 +369,6 @@ def radam(
         decoupled_weight_decay: add the decay after the moments, as AdamW does.
         mask: the parameters that decay, as in `masked`; None: all.
 
-    Raises:
-        ConfigError: a number is out of range.
-
     References:
         Liu et al., 2020, On the Variance of the Adaptive Learning Rate and Beyond.
 
@@ -411,13 +379,12 @@ def radam(
         >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
         -0.1
     """
-    require_arguments("radam", learning_rate, below_one={"b1": b1, "b2": b2}, eps=eps, weight_decay=weight_decay)
     decay = decay_parts(weight_decay, mask)
     return _chain_with_decay(scale_by_radam(b1, b2, eps=eps), decay, decoupled_weight_decay, learning_rate)
 
 
 @known_keywords
-def scale_by_adamax(b1: Scalar = 0.9, b2: Scalar = 0.999, *, eps: Scalar = 1e-8) -> Transform:
+def scale_by_adamax(b1: Decay = 0.9, b2: Decay = 0.999, *, eps: NonNegative = 1e-8) -> Transform:
     r"""Adam's direction with a decaying maximum instead of the root mean square, as in `torch.optim.Adamax`.
 
     .. math:: \frac{m_t}{(1 - \beta_1^t) u_t}, \quad u_t = \max(\beta_2 u_{t-1}, |g_t| + \epsilon)
@@ -426,9 +393,6 @@ def scale_by_adamax(b1: Scalar = 0.9, b2: Scalar = 0.999, *, eps: Scalar = 1e-8)
         b1: decay of the mean, in [0, 1).
         b2: decay of the maximum, in [0, 1).
         eps: in [0, inf).
-
-    Raises:
-        ConfigError: a number is out of range.
 
     References:
         Kingma and Ba, 2015, Adam, section 7.1.
@@ -439,8 +403,6 @@ def scale_by_adamax(b1: Scalar = 0.9, b2: Scalar = 0.999, *, eps: Scalar = 1e-8)
         >>> tx.update(params, tx.init(params), params)[0]["w"].round(decimals=4).tolist()
         [1.0, -1.0]
     """
-    require("scale_by_adamax", high=1.0, b1=b1, b2=b2)
-    require("scale_by_adamax", eps=eps)
 
     def update(updates: Params, state: MomentsState, params: Params) -> tuple[Params, MomentsState]:
         del params  # Depends on the gradients only.
@@ -463,11 +425,11 @@ def _decay_max(peak: Tensor, update: Tensor, decay: Scalar, eps: Scalar) -> Tens
 @known_keywords
 def adamax(
     learning_rate: Rate = 2e-3,
-    b1: Scalar = 0.9,
-    b2: Scalar = 0.999,
-    eps: Scalar = 1e-8,
+    b1: Decay = 0.9,
+    b2: Decay = 0.999,
+    eps: NonNegative = 1e-8,
     *,
-    weight_decay: Scalar = 0.0,
+    weight_decay: NonNegative = 0.0,
     mask: Mask | None = None,
 ) -> Transform:
     r"""Adam in the infinity norm, as `torch.optim.Adamax`; the direction is that of `scale_by_adamax`.
@@ -480,9 +442,6 @@ def adamax(
         weight_decay: in [0, inf), coupled: ``weight_decay * weights`` is added to the gradient.
         mask: the parameters that decay, as in `masked`; None: all.
 
-    Raises:
-        ConfigError: a number is out of range.
-
     References:
         Kingma and Ba, 2015, Adam, section 7.1.
 
@@ -493,7 +452,6 @@ def adamax(
         >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
         -0.1
     """
-    require_arguments("adamax", learning_rate, below_one={"b1": b1, "b2": b2}, eps=eps, weight_decay=weight_decay)
     return _chain_with_decay(scale_by_adamax(b1, b2, eps=eps), decay_parts(weight_decay, mask), False, learning_rate)
 
 

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from ..state import known_keywords
 from ..types import Empty, Params, Tree
-from .base import Transform, chain, require, require_arguments
+from .arguments import Decay, NonNegative, Rate
+from .base import Transform, chain
 from .numerics import (
-    Rate,
-    Scalar,
     adam_quotients,
     add_scaled,
     by_name,
@@ -44,12 +43,12 @@ class ScaleByAdemamixState(NamedTuple):
 
 @known_keywords
 def scale_by_ademamix(
-    b1: Scalar = 0.9,
-    b2: Scalar = 0.999,
-    b3: Scalar = 0.9999,
-    alpha: Scalar = 5.0,
+    b1: Decay = 0.9,
+    b2: Decay = 0.999,
+    b3: Decay = 0.9999,
+    alpha: NonNegative = 5.0,
     *,
-    eps: Scalar = 1e-8,
+    eps: NonNegative = 1e-8,
     mu_dtype: torch.dtype | None = None,
 ) -> Transform:
     r"""Adam's direction with a second, slow mean of gradients in the numerator.
@@ -64,9 +63,6 @@ def scale_by_ademamix(
         eps: in [0, inf), outside the root.
         mu_dtype: dtype of both means; None: each parameter's.
 
-    Raises:
-        ConfigError: a number is out of range.
-
     References:
         Pagliardini et al., 2024, The AdEMAMix Optimizer: Better, Faster, Older.
 
@@ -76,8 +72,6 @@ def scale_by_ademamix(
         >>> tx.update(params, tx.init(params), params)[0]["w"].round(decimals=4).tolist()
         [1.0, -1.0]
     """
-    require("scale_by_ademamix", high=1.0, b1=b1, b2=b2, b3=b3)
-    require("scale_by_ademamix", alpha=alpha, eps=eps)
 
     def init(params: Params) -> ScaleByAdemamixState:
         means = zeros_like(params, mu_dtype), zeros_like(params, mu_dtype)
@@ -104,13 +98,13 @@ def scale_by_ademamix(
 @known_keywords
 def ademamix(
     learning_rate: Rate = 1e-3,
-    b1: Scalar = 0.9,
-    b2: Scalar = 0.999,
-    b3: Scalar = 0.9999,
-    alpha: Scalar = 5.0,
-    eps: Scalar = 1e-8,
+    b1: Decay = 0.9,
+    b2: Decay = 0.999,
+    b3: Decay = 0.9999,
+    alpha: NonNegative = 5.0,
+    eps: NonNegative = 1e-8,
     *,
-    weight_decay: Scalar = 0.0,
+    weight_decay: NonNegative = 0.0,
     mask: Mask | None = None,
     mu_dtype: torch.dtype | None = None,
 ) -> Transform:
@@ -134,9 +128,6 @@ def ademamix(
         mask: the parameters that decay, as in `masked`; None: all.
         mu_dtype: dtype of both means; None: each parameter's.
 
-    Raises:
-        ConfigError: a number is out of range.
-
     References:
         Pagliardini et al., 2024, The AdEMAMix Optimizer: Better, Faster, Older.
 
@@ -146,13 +137,5 @@ def ademamix(
         >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
         -0.1
     """
-    require_arguments(
-        "ademamix",
-        learning_rate,
-        below_one={"b1": b1, "b2": b2, "b3": b3},
-        alpha=alpha,
-        eps=eps,
-        weight_decay=weight_decay,
-    )
     direction = scale_by_ademamix(b1, b2, b3, alpha, eps=eps, mu_dtype=mu_dtype)
     return chain(direction, *decay_parts(weight_decay, mask), scale_by_learning_rate(learning_rate))

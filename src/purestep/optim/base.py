@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-import math
-import sys
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable
 from contextlib import contextmanager
 from threading import local
 from typing import Any, NamedTuple, TypeAlias
@@ -14,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, StateError
-from ..state import check_range, known_keywords
+from ..state import known_keywords
 from ..torch_ext import foreach, tracing
 from ..types import Empty, Labels, Params, Tree
-from .numerics import Rate, scalar_dtype
+from .numerics import scalar_dtype
 
 # Large leaves are reduced row by row: on a CPU one running float32 sum over 34 million numbers is wrong by 0.2 %.
 _NORM_ROW = 1024
@@ -331,82 +328,3 @@ def leaf_norm(leaf: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.linalg.vector_norm(
         torch.stack([torch.linalg.vector_norm(part, dtype=dtype) for part in (norms, rest)])
     )
-
-
-def require(where: str, /, *, low: float = 0.0, high: float = math.inf, ends: str = "[)", **values: Any) -> None:
-    """Check that numbers are in ``[low, high)``. Tensors are not checked, since reading one waits for the device.
-
-    Args:
-        where: the function of `purestep.optim` that has these arguments.
-        low: the lower bound.
-        high: the upper bound.
-        ends: a bracket for each bound, as in `validation.check_range`.
-        values: the values by the names of the arguments.
-
-    Raises:
-        ConfigError: a number out of range; the message has the argument, its value, the range and the default.
-
-    Example:
-        >>> require("scale_by_adam", high=1.0, b1=1.5)
-        Traceback (most recent call last):
-        purestep.errors.ConfigError: scale_by_adam: b1=1.5 must be in [0, 1) (cure: 0.9 is the default)
-    """
-    for name, value in values.items():
-        if isinstance(value, Tensor):
-            continue
-        if callable(value):
-            raise ConfigError(
-                f"{name} is a schedule; only learning_rate takes one directly",
-                where=where,
-                hint=f"optim.inject(optim.{where})(..., {name}=schedule)",
-            )
-        try:
-            check_range(where, low, high, ends=ends, **{name: value})
-        except ConfigError as error:
-            raise ConfigError(error.what, where=where, hint=_default(where, name) or error.hint) from None
-
-
-def _default(where: str, name: str) -> str:
-    """The default of an argument as the cure; empty if it has none."""
-    function = getattr(sys.modules["purestep.optim"], where, None)
-    found = inspect.signature(function).parameters.get(name) if callable(function) else None
-    if found is None or found.default is found.empty:
-        return "learning_rate=1e-3" if name == "learning_rate" else ""
-    return f"{found.default!r} is the default"
-
-
-def require_rate(where: str, learning_rate: Rate) -> None:
-    """Check that a learning rate is a schedule, a tensor or a number of at least 0.
-
-    Raises:
-        ConfigError: a number out of range, another type, or one of torch's schedulers.
-    """
-    value: Any = learning_rate
-    if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
-        raise ConfigError(
-            f"learning_rate is a {type(value).__name__}, which counts its own steps",
-            where=where,
-            hint=f"schedules.from_torch_scheduler({type(value).__name__}, 1e-3, steps=10_000, ...)",
-        )
-    if not callable(learning_rate):
-        require(where, learning_rate=learning_rate)
-
-
-def require_arguments(
-    where: str, /, learning_rate: Rate, *, below_one: Mapping[str, Any] | None = None, **values: Any
-) -> None:
-    """Check the arguments of a named optimizer under the optimizer's own argument names.
-
-    Its parts check them too, but their messages would have the names of the parts.
-
-    Raises:
-        ConfigError: a number out of range; the message has the optimizer, the argument, its value and the range.
-
-    Example:
-        >>> require_arguments("sgd", 0.1, momentum=-0.9)
-        Traceback (most recent call last):
-        purestep.errors.ConfigError: sgd: momentum=-0.9 must be a finite number of at least 0 (cure: 0.0 is the default)
-    """
-    require_rate(where, learning_rate)
-    require(where, high=1.0, **(below_one or {}))
-    require(where, **values)

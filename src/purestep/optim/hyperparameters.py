@@ -13,8 +13,9 @@ from .. import tree
 from ..errors import ConfigError
 from ..state import known_keywords
 from ..types import Empty, Labels, Params, TrainState, Tree
+from .arguments import Schedule
 from .base import Fast, Launch, Transform, fast_of
-from .numerics import Schedule, rate_at, zero_count
+from .numerics import rate_at, zero_count
 from .wrappers import PartitionState
 
 

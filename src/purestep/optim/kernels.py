@@ -15,8 +15,9 @@ from torch import Tensor
 
 from ..torch_ext import foreach, tensor_layout, tracing
 from ..types import Params, Tree
+from .arguments import Rate, Scalar
 from .base import Fast, Launch, Transform
-from .numerics import Rate, Scalar, by_name, rate_at, update_count
+from .numerics import by_name, rate_at, update_count
 from .scale import ScaleByLearningRateState, rate_leaf
 from .wrappers import MaskedState
 

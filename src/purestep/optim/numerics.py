@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Collection, Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,14 +12,7 @@ from torch import Tensor
 from ..errors import PurestepError, StepContractError
 from ..torch_ext import foreach, tracing
 from ..types import Empty, Missed, Params, Tree
-
-Scalar: TypeAlias = float | Tensor
-"""A Python number, which is a constant in a compiled graph, or a 0-d tensor, which may change between calls."""
-
-Schedule: TypeAlias = Callable[[Tensor], Tensor]
-"""Count of updates done, shape=(), int64 -> value, shape=()."""
-Rate: TypeAlias = float | Tensor | Schedule
-"""A learning rate: a number, a 0-d tensor or a schedule."""
+from .arguments import Rate, Scalar, Schedule
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 

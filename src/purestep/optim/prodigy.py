@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..state import known_keywords
 from ..types import Params, Tree
-from .base import Transform, chain, global_norm, identity, require, require_arguments
+from .arguments import Decay, NonNegative, Rate, within
+from .base import Transform, chain, global_norm, identity
 from .numerics import (
-    Rate,
-    Scalar,
     add_scaled,
     complement_power,
     decay_square,
@@ -47,14 +46,14 @@ class ProdigyState(NamedTuple):
 @known_keywords
 def prodigy(
     learning_rate: Rate = 1.0,
-    b1: Scalar = 0.9,
-    b2: Scalar = 0.999,
-    b3: Scalar | None = None,
-    eps: Scalar = 1e-8,
+    b1: Decay = 0.9,
+    b2: Decay = 0.999,
+    b3: Decay | None = None,
+    eps: NonNegative = 1e-8,
     *,
-    estim_lr0: float = 1e-6,
-    estim_lr_coef: Scalar = 1.0,
-    weight_decay: Scalar = 0.0,
+    estim_lr0: Annotated[float, within(ends="()")] = 1e-6,
+    estim_lr_coef: NonNegative = 1.0,
+    weight_decay: NonNegative = 0.0,
     mask: Mask | None = None,
     safeguard_warmup: bool = False,
 ) -> Transform:
@@ -81,9 +80,6 @@ def prodigy(
         mask: the parameters that decay, as in `masked`; None: all.
         safeguard_warmup: leave the learning rate out of :math:`s_t`, for schedules with a long warm-up.
 
-    Raises:
-        ConfigError: a number is out of range.
-
     References:
         Mishchenko and Defazio, 2023, Prodigy: An Expeditiously Adaptive Parameter-Free Learner.
 
@@ -93,10 +89,6 @@ def prodigy(
         >>> f"{updates['w'].item():.1e}"
         '-1.0e-06'
     """
-    below = {"b1": b1, "b2": b2} | ({} if b3 is None else {"b3": b3})
-    others = {"eps": eps, "estim_lr_coef": estim_lr_coef, "weight_decay": weight_decay}
-    require_arguments("prodigy", learning_rate, below_one=below, **others)
-    require("prodigy", ends="()", estim_lr0=estim_lr0)
     decay3 = b2**0.5 if b3 is None else b3
     decay = chain(identity(), *decay_parts(weight_decay, mask))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -11,10 +11,9 @@ from .. import tree
 from ..errors import StateError
 from ..state import known_keywords
 from ..types import Empty, Params, TrainState, Tree
-from .base import Transform, chain, identity, require, require_arguments, require_rate
+from .arguments import Decay, NonNegative, Rate, Scalar, within
+from .base import Transform, chain, identity
 from .numerics import (
-    Rate,
-    Scalar,
     adam_quotients,
     complement_power,
     decay_square,
@@ -29,6 +28,8 @@ from .numerics import (
 )
 from .scale import decay_parts, rate_leaf
 from .wrappers import Mask
+
+_B1: TypeAlias = Annotated[Scalar, within(0.0, 1.0, "()")]
 
 
 class ScheduleFreeState(NamedTuple):
@@ -45,7 +46,7 @@ class ScheduleFreeState(NamedTuple):
 
 @known_keywords
 def schedule_free(
-    inner: Transform, learning_rate: Rate, b1: Scalar = 0.9, *, weight_lr_power: Scalar = 2.0
+    inner: Transform, learning_rate: Rate, b1: _B1 = 0.9, *, weight_lr_power: NonNegative = 2.0
 ) -> Transform:
     r"""Make a direction without momentum schedule-free, as `optax.contrib.schedule_free`.
 
@@ -64,9 +65,6 @@ def schedule_free(
         b1: :math:`\beta_1` in (0, 1).
         weight_lr_power: p in [0, inf).
 
-    Raises:
-        ConfigError: a number is out of range.
-
     References:
         Defazio et al., 2024, The Road Less Scheduled.
 
@@ -77,9 +75,6 @@ def schedule_free(
         >>> state.z["w"].item(), updates["w"].item()
         (1.0, 1.0)
     """
-    require_rate("schedule_free", learning_rate)
-    require("schedule_free", high=1.0, ends="()", b1=b1)
-    require("schedule_free", weight_lr_power=weight_lr_power)
 
     def init(params: Params) -> ScheduleFreeState:
         step = zero_count(params)
@@ -121,8 +116,7 @@ class ScaleByCorrectedRmsState(NamedTuple):
     missed: Tree = Empty()  # Missed: for each parameter, the updates without a gradient
 
 
-@known_keywords
-def _scale_by_corrected_rms(b2: Scalar, eps: Scalar) -> Transform:
+def _scale_by_corrected_rms(b2: Decay, eps: NonNegative) -> Transform:
     """Adam's direction with ``b1=0``, which stores no mean of gradients."""
 
     def init(params: Params) -> ScaleByCorrectedRmsState:
@@ -145,11 +139,11 @@ def _scale_by_corrected_rms(b2: Scalar, eps: Scalar) -> Transform:
 @known_keywords
 def schedule_free_sgd(
     learning_rate: Rate = 1.0,
-    b1: Scalar = 0.9,
+    b1: _B1 = 0.9,
     *,
-    weight_decay: Scalar = 0.0,
+    weight_decay: NonNegative = 0.0,
     mask: Mask | None = None,
-    weight_lr_power: Scalar = 2.0,
+    weight_lr_power: NonNegative = 2.0,
 ) -> Transform:
     r"""SGD without a schedule, as `optax.contrib.schedule_free_sgd`; evaluate `schedule_free_view`.
 
@@ -161,9 +155,6 @@ def schedule_free_sgd(
         mask: the parameters that decay, as in `masked`; None: all.
         weight_lr_power: see `schedule_free`.
 
-    Raises:
-        ConfigError: a number is out of range.
-
     References:
         Defazio et al., 2024, The Road Less Scheduled.
 
@@ -172,8 +163,6 @@ def schedule_free_sgd(
         >>> tx.update({"w": torch.ones(1)}, tx.init(params), params)[0]["w"].item()
         -0.5
     """
-    require_arguments("schedule_free_sgd", learning_rate, weight_decay=weight_decay, weight_lr_power=weight_lr_power)
-    require("schedule_free_sgd", high=1.0, ends="()", b1=b1)
     inner = chain(identity(), *decay_parts(weight_decay, mask))
     return schedule_free(inner, learning_rate, b1, weight_lr_power=weight_lr_power)
 
@@ -181,13 +170,13 @@ def schedule_free_sgd(
 @known_keywords
 def schedule_free_adamw(
     learning_rate: Rate = 2.5e-3,
-    b1: Scalar = 0.9,
-    b2: Scalar = 0.999,
-    eps: Scalar = 1e-8,
+    b1: _B1 = 0.9,
+    b2: Decay = 0.999,
+    eps: NonNegative = 1e-8,
     *,
-    weight_decay: Scalar = 0.0,
+    weight_decay: NonNegative = 0.0,
     mask: Mask | None = None,
-    weight_lr_power: Scalar = 2.0,
+    weight_lr_power: NonNegative = 2.0,
 ) -> Transform:
     r"""AdamW without a schedule, as `optax.contrib.schedule_free_adamw`; evaluate `schedule_free_view`.
 
@@ -203,9 +192,6 @@ def schedule_free_adamw(
         mask: the parameters that decay, as in `masked`; None: all.
         weight_lr_power: see `schedule_free`.
 
-    Raises:
-        ConfigError: a number is out of range.
-
     References:
         Defazio et al., 2024, The Road Less Scheduled.
 
@@ -214,10 +200,6 @@ def schedule_free_adamw(
         >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
         -0.1
     """
-    below = {"b2": b2}
-    others = {"eps": eps, "weight_decay": weight_decay, "weight_lr_power": weight_lr_power}
-    require_arguments("schedule_free_adamw", learning_rate, below_one=below, **others)
-    require("schedule_free_adamw", high=1.0, ends="()", b1=b1)
     inner = chain(_scale_by_corrected_rms(b2, eps), *decay_parts(weight_decay, mask))
     return schedule_free(inner, learning_rate, b1, weight_lr_power=weight_lr_power)
 

@@ -11,10 +11,9 @@ from ..errors import ConfigError
 from ..state import known_keywords
 from ..types import Empty, Params, Tree
 from . import kernels
-from .base import Transform, chain, require, require_arguments
+from .arguments import NonNegative, Rate, Scalar
+from .base import Transform, chain
 from .numerics import (
-    Rate,
-    Scalar,
     add_scaled,
     by_name,
     is_enabled,
@@ -39,7 +38,11 @@ class TraceState(NamedTuple):
 
 @known_keywords
 def trace(
-    decay: Scalar, *, nesterov: bool = False, dampening: Scalar = 0.0, accumulator_dtype: torch.dtype | None = None
+    decay: NonNegative,
+    *,
+    nesterov: bool = False,
+    dampening: NonNegative = 0.0,
+    accumulator_dtype: torch.dtype | None = None,
 ) -> Transform:
     """Momentum: ``b = decay * b + (1 - dampening) * g``; the update is ``b``, or ``g + decay * b`` with Nesterov.
 
@@ -52,7 +55,7 @@ def trace(
         accumulator_dtype: dtype of the sum; None: each parameter's.
 
     Raises:
-        ConfigError: a number is out of range, or Nesterov momentum is combined with dampening.
+        ConfigError: Nesterov momentum is combined with dampening.
 
     Example:
         >>> tx = trace(0.5)
@@ -61,7 +64,6 @@ def trace(
         >>> tx.update(params, state, params)[0]["w"].item()
         1.5
     """
-    require("trace", decay=decay, dampening=dampening)
     if nesterov and not isinstance(dampening, Tensor) and dampening != 0:
         raise ConfigError(f"nesterov=True needs dampening=0, not {dampening}", where="trace", hint="dampening=0.0")
     is_dampened = isinstance(dampening, Tensor) or dampening != 0
@@ -96,11 +98,11 @@ def _accumulate(total: Tensor, update: Tensor, decay: Scalar, kept: Scalar) -> T
 @known_keywords
 def sgd(
     learning_rate: Rate = 1e-3,
-    momentum: Scalar = 0.0,
+    momentum: NonNegative = 0.0,
     nesterov: bool = False,
     *,
-    dampening: Scalar = 0.0,
-    weight_decay: Scalar = 0.0,
+    dampening: NonNegative = 0.0,
+    weight_decay: NonNegative = 0.0,
     mask: Mask | None = None,
 ) -> Transform:
     r"""Stochastic gradient descent, as `torch.optim.SGD`: :math:`\theta_t = \theta_{t-1} - \gamma b_t`.
@@ -114,7 +116,7 @@ def sgd(
         mask: the parameters that decay, as in `masked`; None: all.
 
     Raises:
-        ConfigError: a number is out of range, or Nesterov is combined with no momentum or with dampening.
+        ConfigError: Nesterov is combined with no momentum or with dampening.
 
     References:
         Sutskever et al., 2013, On the importance of initialization and momentum in deep learning.
@@ -125,7 +127,6 @@ def sgd(
         >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
         -0.1
     """
-    require_arguments("sgd", learning_rate, momentum=momentum, dampening=dampening, weight_decay=weight_decay)
     if nesterov and not is_enabled(momentum):
         raise ConfigError("nesterov=True needs momentum", where="sgd", hint="momentum=0.9")
     if nesterov and not isinstance(dampening, torch.Tensor) and dampening != 0:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, TypeAlias
+from typing import Annotated, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from ..state import check_count, known_keywords
+from ..state import known_keywords
 from ..torch_ext import tracing
 from ..types import Empty, Params, Tree
-from .base import Transform, chain, require, require_arguments
+from .arguments import Decay, NonNegative, Rate, at_least
+from .base import Transform, chain
 from .numerics import (
-    Rate,
-    Scalar,
     by_name,
     complement_power,
     decay_square,
@@ -50,13 +49,13 @@ class ScaleBySoapState(NamedTuple):
 
 @known_keywords
 def scale_by_soap(
-    b1: Scalar = 0.95,
-    b2: Scalar = 0.95,
-    eps: Scalar = 1e-8,
+    b1: Decay = 0.95,
+    b2: Decay = 0.95,
+    eps: NonNegative = 1e-8,
     *,
-    shampoo_beta: Scalar | None = None,
-    precondition_frequency: int = 10,
-    max_precond_dim: int = 10_000,
+    shampoo_beta: Decay | None = None,
+    precondition_frequency: Annotated[int, at_least(1)] = 10,
+    max_precond_dim: Annotated[int, at_least(1)] = 10_000,
 ) -> Transform:
     r"""Adam's direction in the eigenbasis of Shampoo's preconditioner.
 
@@ -75,9 +74,6 @@ def scale_by_soap(
         precondition_frequency: updates between two computations of the bases, at least 1.
         max_precond_dim: a larger dimension (a vocabulary) is not rotated, at least 1.
 
-    Raises:
-        ConfigError: a number is out of range.
-
     References:
         Vyas et al., 2024, SOAP: Improving and Stabilizing Shampoo using Adam.
 
@@ -88,9 +84,6 @@ def scale_by_soap(
         >>> [[round(value, 4) for value in u["w"].diagonal().tolist()] for u in (first, second)]
         [[0.0, 0.0], [1.0, 1.0]]
     """
-    require("scale_by_soap", high=1.0, b1=b1, b2=b2, shampoo_beta=b2 if shampoo_beta is None else shampoo_beta)
-    require("scale_by_soap", eps=eps)
-    _require_counts("scale_by_soap", precondition_frequency, max_precond_dim)
     beta = b2 if shampoo_beta is None else shampoo_beta
 
     def init(params: Params) -> ScaleBySoapState:
@@ -133,15 +126,15 @@ def scale_by_soap(
 @known_keywords
 def soap(
     learning_rate: Rate = 3e-3,
-    b1: Scalar = 0.95,
-    b2: Scalar = 0.95,
-    eps: Scalar = 1e-8,
+    b1: Decay = 0.95,
+    b2: Decay = 0.95,
+    eps: NonNegative = 1e-8,
     *,
-    weight_decay: Scalar = 0.01,
+    weight_decay: NonNegative = 0.01,
     mask: Mask | None = None,
-    shampoo_beta: Scalar | None = None,
-    precondition_frequency: int = 10,
-    max_precond_dim: int = 10_000,
+    shampoo_beta: Decay | None = None,
+    precondition_frequency: Annotated[int, at_least(1)] = 10,
+    max_precond_dim: Annotated[int, at_least(1)] = 10_000,
 ) -> Transform:
     """SOAP, as its authors' code: Adam in the eigenbasis of Shampoo's preconditioner.
 
@@ -166,9 +159,6 @@ def soap(
         precondition_frequency: updates between two computations of the bases, at least 1.
         max_precond_dim: a larger dimension is not rotated, at least 1.
 
-    Raises:
-        ConfigError: a number is out of range.
-
     References:
         Vyas et al., 2024, SOAP: Improving and Stabilizing Shampoo using Adam.
 
@@ -181,9 +171,6 @@ def soap(
         >>> seen
         [0.0, -0.5]
     """
-    below = {"b1": b1, "b2": b2} | ({} if shampoo_beta is None else {"shampoo_beta": shampoo_beta})
-    require_arguments("soap", learning_rate, below_one=below, eps=eps, weight_decay=weight_decay)
-    _require_counts("soap", precondition_frequency, max_precond_dim)
     direction = scale_by_soap(
         b1,
         b2,
@@ -193,11 +180,6 @@ def soap(
         max_precond_dim=max_precond_dim,
     )
     return chain(direction, *decay_parts(weight_decay, mask), scale_by_learning_rate(learning_rate))
-
-
-def _require_counts(where: str, precondition_frequency: int, max_precond_dim: int) -> None:
-    check_count(where, least=1, cure="10 is the default", precondition_frequency=precondition_frequency)
-    check_count(where, least=1, cure="10000 is the default", max_precond_dim=max_precond_dim)
 
 
 def _dims(param: Tensor, most: int) -> tuple[int, ...]:
