@@ -155,7 +155,6 @@ ALLOWED = (
     ("torch_ext/host_generators.py", "random"),
     ("torch_ext/global_rng.py", "random"),
     ("torch_ext/global_rng.py", "threading.RLock"),
-    ("optim/base.py", "threading.local"),
     ("compile/eager_donation.py", "threading.local"),
     ("compile/backends.py", "os"),
     ("compile/capture.py", "logging"),

@@ -23,7 +23,7 @@ clip              gradient clipping
 wrappers          masks, parameter groups, freezing
 hyperparameters   hyperparameters as leaves of the state
 unused_parameters parameters without a gradient
-kernels           torch's fused kernels, for eager steps
+fused             torch's fused kernels, for eager steps
 from_torch        any optimizer of torch as a transform
 sgd  adam  lamb  lion  rmsprop  adagrad  adadelta  adafactor  muon  soap  ademamix  prodigy  schedule_free  lookahead
                   an algorithm each

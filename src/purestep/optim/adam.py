@@ -9,9 +9,8 @@ from torch import Tensor
 
 from ..state import known_keywords
 from ..types import Empty, Params, Tree
-from . import kernels
 from .arguments import Decay, NonNegative, Rate, Scalar
-from .base import Transform, chain
+from .base import Transform, chain, described
 from .numerics import (
     adam_quotients,
     by_name,
@@ -93,7 +92,8 @@ def scale_by_adam(
         new = adam_quotients(updates, mu, nu_max if amsgrad else nu, mean_weight, root_weight, eps)
         return new, ScaleByAdamState(step, mu, nu, nu_max, state.missed)
 
-    return Transform(init, update)
+    tx = Transform(init, update)
+    return tx if amsgrad else described(tx, "adam", beta1=b1, beta2=b2, eps=eps)
 
 
 @known_keywords
@@ -131,14 +131,11 @@ def adam(
         >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
         -0.1
     """
-    whole = chain(
+    return chain(
         *decay_parts(weight_decay, mask),
         scale_by_adam(b1, b2, eps=eps, amsgrad=amsgrad, mu_dtype=mu_dtype, nu_dtype=nu_dtype),
         scale_by_learning_rate(learning_rate),
     )
-    if amsgrad or mu_dtype is not None or nu_dtype is not None:
-        return whole
-    return whole._replace(fast=kernels.adam(whole, learning_rate, b1, b2, eps, weight_decay, decoupled=False))
 
 
 @known_keywords
@@ -178,14 +175,11 @@ def adamw(
         >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
         -0.1
     """
-    whole = chain(
+    return chain(
         scale_by_adam(b1, b2, eps=eps, amsgrad=amsgrad, mu_dtype=mu_dtype, nu_dtype=nu_dtype),
         *decay_parts(weight_decay, mask),
         scale_by_learning_rate(learning_rate),
     )
-    if amsgrad or mu_dtype is not None or nu_dtype is not None:
-        return whole
-    return whole._replace(fast=kernels.adam(whole, learning_rate, b1, b2, eps, weight_decay, decoupled=True))
 
 
 class ScaleByNadamState(NamedTuple):

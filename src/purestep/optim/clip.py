@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from ..state import known_keywords
-from ..torch_ext import read
-from ..types import Params
+from ..types import Empty, Params
 from .arguments import NonNegative, NonNegativeFloat, Scalar
-from .base import Fast, Transform, global_norm, stateless
-from .numerics import multiply, scale_in_place, upcast
+from .base import Norms, Transform, described, norm_of, stateless
+from .numerics import multiply, upcast
 
 
 @known_keywords
@@ -33,23 +32,16 @@ def clip_by_global_norm(max_norm: NonNegative) -> Transform:
         [0.6, 0.8]
     """
 
-    def factor(updates: Params) -> Tensor:
-        return torch.clamp(max_norm / (global_norm(updates) + 1e-6), max=1.0)
+    def init(params: Params) -> Empty:
+        del params  # No state.
+        return Empty()
 
-    def clip(updates: Params, params: Params) -> Params:
+    def update(updates: Params, state: Empty, params: Params, norms: Norms | None = None) -> tuple[Params, Empty]:
         del params  # The norm depends on the gradients only.
-        by = factor(updates)
-        return {name: multiply(u, by) for name, u in updates.items()}
+        factor = torch.clamp(max_norm / (norm_of(updates, norms) + 1e-6), max=1.0)
+        return {name: multiply(u, factor) for name, u in updates.items()}, state
 
-    def in_place(updates: Params, params: Params) -> Params:
-        del params
-        norm = read(global_norm(updates))
-        if not isinstance(norm, Tensor) and norm < 0.999 * max_norm:
-            return updates  # the factor is 1
-        return scale_in_place(updates, factor(updates))
-
-    tx = stateless(clip, elementwise=True)
-    return tx._replace(fast=Fast(tx.update, in_place=in_place))
+    return described(Transform(init, update), "clip", takes_norms=True, max_norm=max_norm)
 
 
 @known_keywords

@@ -11,7 +11,7 @@ from ..errors import ConfigError
 from ..state import known_keywords
 from ..types import Params, Tree
 from .arguments import Scalar, at_least, within
-from .base import Transform
+from .base import Norms, Transform, described, updated
 from .numerics import lerp, upcast, zero_count
 
 
@@ -68,8 +68,10 @@ def lookahead(
         slow = {name: upcast(param.detach()).clone() for name, param in params.items()}
         return LookaheadState(zero_count(params), slow, inner.init(params))
 
-    def update(updates: Params, state: LookaheadState, params: Params) -> tuple[Params, LookaheadState]:
-        updates, new_inner = inner.update(updates, state.inner, params)
+    def update(
+        updates: Params, state: LookaheadState, params: Params, norms: Norms | None = None
+    ) -> tuple[Params, LookaheadState]:
+        updates, new_inner = updated(inner, updates, state.inner, params, norms)
         step = state.step + 1
         is_due = step % sync_period == 0
         slow: Params = {}
@@ -80,4 +82,6 @@ def lookahead(
             new[name] = torch.where(is_due, (slow[name] - param).to(u.dtype), u)
         return new, LookaheadState(step, slow, new_inner)
 
-    return Transform(init, update, inner.elementwise, inner.labels, inner.decays)
+    return described(
+        Transform(init, update, inner.elementwise, inner.labels, inner.decays), "lookahead", takes_norms=True
+    )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import PurestepError, StepContractError
-from ..torch_ext import foreach, tracing
+from ..torch_ext import tracing
 from ..types import Empty, Missed, Params, Tree
 from .arguments import Rate, Scalar, Schedule
 
@@ -209,16 +209,6 @@ def _schedule_error(schedule: Schedule, step: Tensor, problem: str) -> StepContr
         where=f"schedule {name}",
         hint="return a number or a 0-d tensor for every count of updates, as schedules.warmup_cosine(...) does",
     )
-
-
-def scale_in_place(leaves: Params, factor: Scalar) -> Params:
-    """As `multiply` of every leaf, written into the memory of the leaves, which have at least 32 bits."""
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for leaf in leaves.values():
-        by_dtype.setdefault(leaf.dtype, []).append(leaf)
-    for dtype, same in by_dtype.items():
-        foreach.scale_(same, in_dtype(factor, dtype))
-    return dict(leaves)  # another dict: its norm is another one, see `base.known_norm`
 
 
 def is_enabled(scalar: Scalar) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..state import known_keywords
 from ..types import Params, Tree
 from .arguments import Decay, NonNegative, Rate, within
-from .base import Transform, chain, global_norm, identity
+from .base import Norms, Transform, chain, described, identity, norm_of, unknown
 from .numerics import (
     add_scaled,
     complement_power,
@@ -106,7 +106,9 @@ def prodigy(
             decay.init(params),
         )
 
-    def update(updates: Params, state: ProdigyState, params: Params) -> tuple[Params, ProdigyState]:
+    def update(
+        updates: Params, state: ProdigyState, params: Params, norms: Norms | None = None
+    ) -> tuple[Params, ProdigyState]:
         step, dtype = state.step + 1, scalar_dtype(updates)
         d = state.estim_lr.to(dtype)
         rate = d * rate_at(learning_rate, state.step)
@@ -117,8 +119,8 @@ def prodigy(
         nu = {name: decay_square(state.nu[name], g, b2) for name, g in scaled.items()}
         weight = (d if safeguard_warmup else corrected) / estim_lr0
         grad_sum = {name: add_scaled(multiply(state.grad_sum[name], decay3), g, weight) for name, g in scaled.items()}
-        numerator = decay3 * state.numerator.to(dtype) + d / estim_lr0 * corrected * _sum(gained)
-        size = _sum_of_positive({name: s.abs() for name, s in grad_sum.items()})
+        numerator = decay3 * state.numerator.to(dtype) + d / estim_lr0 * corrected * _sum(gained, norms)
+        size = _sum_of_positive({name: s.abs() for name, s in grad_sum.items()}, norms)
         estimate = estim_lr_coef * numerator / torch.where(size > 0, size, torch.ones_like(size))
         new_d = torch.maximum(d, torch.where(size > 0, estimate, torch.zeros_like(estimate)))
         directions = {
@@ -130,15 +132,15 @@ def prodigy(
         used, d_leaf, r_leaf = (rate_leaf(value, step) for value in (rate, new_d, numerator))
         return new, ProdigyState(step, used, d_leaf, r_leaf, mu, nu, grad_sum, state.start, inner)
 
-    return Transform(init, update, labels=decay.labels, decays=decay.decays)
+    return described(Transform(init, update, labels=decay.labels, decays=decay.decays), "prodigy", takes_norms=True)
 
 
-def _sum(values: Params) -> Tensor:
+def _sum(values: Params, norms: Norms | None) -> Tensor:
     """The sum of all numbers, shape=()."""
-    positive = _sum_of_positive({name: value.clamp(min=0) for name, value in values.items()})
-    return positive - _sum_of_positive({name: (-value).clamp(min=0) for name, value in values.items()})
+    positive = _sum_of_positive({name: value.clamp(min=0) for name, value in values.items()}, norms)
+    return positive - _sum_of_positive({name: (-value).clamp(min=0) for name, value in values.items()}, norms)
 
 
-def _sum_of_positive(values: Params) -> Tensor:
-    """The sum of numbers that are not negative, shape=(). By `global_norm`, which also sums over several processes."""
-    return global_norm({name: safe_sqrt(value) for name, value in values.items()}).square()
+def _sum_of_positive(values: Params, norms: Norms | None) -> Tensor:
+    """The sum of numbers that are not negative, shape=(). By a norm, which also sums over several processes."""
+    return norm_of({name: safe_sqrt(value) for name, value in values.items()}, unknown(norms)).square()

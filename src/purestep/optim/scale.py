@@ -11,8 +11,8 @@ from torch import Tensor
 from ..state import known_keywords
 from ..types import Params
 from .arguments import NonNegative, Rate, Scalar, within
-from .base import Fast, Transform, stateless
-from .numerics import add_scaled, is_enabled, multiply, rate_at, scale_in_place, zero_count
+from .base import Transform, described, stateless
+from .numerics import add_scaled, is_enabled, multiply, rate_at, zero_count
 from .wrappers import Mask, masked
 
 
@@ -32,8 +32,7 @@ def scale(factor: Annotated[Scalar, within(-math.inf)]) -> Transform:
         del params  # A constant factor.
         return {name: multiply(u, factor) for name, u in updates.items()}
 
-    tx = stateless(fn, elementwise=True)
-    return tx._replace(fast=Fast(tx.update, in_place=lambda updates, params: scale_in_place(updates, factor)))
+    return described(stateless(fn, elementwise=True), "scale", factor=factor)
 
 
 class ScaleByLearningRateState(NamedTuple):
@@ -73,7 +72,7 @@ def scale_by_learning_rate(learning_rate: Rate) -> Transform:
         scaled = {name: multiply(u, -rate) for name, u in updates.items()}
         return scaled, ScaleByLearningRateState(state.step + 1, rate_leaf(rate, state.step))
 
-    return Transform(init, update)
+    return described(Transform(init, update), "learning_rate", learning_rate=learning_rate)
 
 
 def rate_leaf(rate: Scalar, count: Tensor) -> Tensor:
@@ -113,6 +112,7 @@ def add_decayed_weights(weight_decay: NonNegative, *, mask: Mask | None = None) 
     inner = stateless(decay, elementwise=True)._replace(
         decays=lambda params: dict.fromkeys(params, is_enabled(weight_decay))
     )
+    inner = described(inner, "decay", weight_decay=weight_decay)
     return inner if mask is None else masked(inner, mask)
 
 

@@ -12,7 +12,7 @@ from ..errors import StateError
 from ..state import known_keywords
 from ..types import Empty, Params, TrainState, Tree
 from .arguments import Decay, NonNegative, Rate, Scalar, within
-from .base import Transform, chain, identity
+from .base import Norms, Transform, chain, described, identity, updated
 from .numerics import (
     adam_quotients,
     complement_power,
@@ -83,8 +83,10 @@ def schedule_free(
         rate = rate_leaf(rate_at(learning_rate, step), step)
         return ScheduleFreeState(step, rate, zero, zero.clone(), rate_leaf(b1, step), z, inner.init(params))
 
-    def update(updates: Params, state: ScheduleFreeState, params: Params) -> tuple[Params, ScheduleFreeState]:
-        directions, new_inner = inner.update(updates, state.inner, params)
+    def update(
+        updates: Params, state: ScheduleFreeState, params: Params, norms: Norms | None = None
+    ) -> tuple[Params, ScheduleFreeState]:
+        directions, new_inner = updated(inner, updates, state.inner, params, norms)
         rate = rate_at(learning_rate, state.step)
         leaf = rate_leaf(rate, state.step)
         max_rate = torch.maximum(state.max_rate, leaf)
@@ -105,7 +107,9 @@ def schedule_free(
         step = state.step + 1
         return new, ScheduleFreeState(step, leaf, max_rate, weight_sum, rate_leaf(b1, step), z, new_inner)
 
-    return Transform(init, update, inner.elementwise, inner.labels, inner.decays)
+    return described(
+        Transform(init, update, inner.elementwise, inner.labels, inner.decays), "schedule_free", takes_norms=True
+    )
 
 
 class ScaleByCorrectedRmsState(NamedTuple):

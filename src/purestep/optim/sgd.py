@@ -10,9 +10,8 @@ from torch import Tensor
 from ..errors import ConfigError
 from ..state import known_keywords
 from ..types import Empty, Params, Tree
-from . import kernels
 from .arguments import NonNegative, Rate, Scalar
-from .base import Transform, chain
+from .base import Transform, chain, described
 from .numerics import (
     add_scaled,
     by_name,
@@ -87,7 +86,8 @@ def trace(
         step = state.step + 1 if is_dampened else state.step
         return {name: ahead[name].to(u.dtype) for name, u in updates.items()}, TraceState(step, new, state.missed)
 
-    return Transform(init, update)
+    tx = Transform(init, update)
+    return tx if is_dampened else described(tx, "trace", momentum=decay, nesterov=nesterov)
 
 
 def _accumulate(total: Tensor, update: Tensor, decay: Scalar, kept: Scalar) -> Tensor:
@@ -132,7 +132,4 @@ def sgd(
     if nesterov and not isinstance(dampening, torch.Tensor) and dampening != 0:
         raise ConfigError(f"nesterov=True needs dampening=0, not {dampening}", where="sgd", hint="dampening=0.0")
     velocity = [trace(momentum, nesterov=nesterov, dampening=dampening)] if is_enabled(momentum) else []
-    whole = chain(*decay_parts(weight_decay, mask), *velocity, scale_by_learning_rate(learning_rate))
-    if isinstance(dampening, Tensor) or dampening != 0:
-        return whole
-    return whole._replace(fast=kernels.sgd(whole, learning_rate, momentum, nesterov, weight_decay))
+    return chain(*decay_parts(weight_decay, mask), *velocity, scale_by_learning_rate(learning_rate))

@@ -266,15 +266,16 @@ def _check_elementwise(tx: Any, leaves: Sequence[Leaf]) -> None:
     """
     random = torch.Generator().manual_seed(0)
 
-    def values() -> Params:
+    norms = base.Norms(lambda _: torch.ones((), dtype=torch.float64))
+
+    def values(size: float) -> Params:
         shapes = {leaf.name: (4, *[2] * (len(leaf.shape) - 1)) for leaf in leaves if leaf.shape}
-        return {name: torch.randn(shape, generator=random, dtype=torch.float64) for name, shape in shapes.items()}
+        return {n: size * torch.randn(shape, generator=random, dtype=torch.float64) for n, shape in shapes.items()}
 
     def updates(grads: Params, params: Params) -> Params:
-        with base.norm_of_pieces(lambda _: torch.ones((), dtype=torch.float64)):
-            return tx.update(grads, tx.init(params), params)[0]
+        return base.updated(tx, grads, tx.init(params), params, norms)[0]
 
-    grads, params = values(), values()
+    grads, params = values(1e4), values(1.0)  # large gradients: clipping changes them
     halves = [{name: value[:2].clone() for name, value in named.items()} for named in (grads, params)]
     try:
         whole, pieces = updates(grads, params), updates(*halves)
@@ -286,7 +287,7 @@ def _check_elementwise(tx: Any, leaves: Sequence[Leaf]) -> None:
             f"the transformation says that it is elementwise, but its update of a piece of {differing[0]} differs from "
             "that of the whole: it sums over values",
             where=_WHERE,
-            hint="compute the norm by optim.global_norm, or set elementwise=False, so that it gets whole tensors",
+            hint="set elementwise=False, so that it gets whole tensors",
         )
 
 
@@ -466,14 +467,12 @@ class _Processes:
             parts = collectives.all_reduce(parts, "tensor")
         return (squares(False, False) + rows + parts).sqrt()
 
-    def update(self, update: Callable[..., Any], grads: Params, state: Tree, params: Params, norm: Tensor) -> Any:
+    def update(self, tx: Any, grads: Params, state: Tree, params: Params, norm: Tensor) -> Any:
         """Run a transform. One that is not elementwise sees whole tensors, and its results are cut again."""
-        if not self.pieces:
-            return update(grads, state, params)
-        if self.static.tx.elementwise:
-            with base.norm_of_pieces(lambda updates: norm if updates is grads else self.norm(updates)):
-                return update(grads, state, params)
-        found, whole_state = update(self.whole(grads), self._whole_state(state), self.whole(params))
+        if not self.pieces or tx.elementwise:
+            norms = base.Norms(self.norm if self.pieces else base.global_norm, norm)
+            return base.updated(tx, grads, state, params, norms)
+        found, whole_state = tx.update(self.whole(grads), self._whole_state(state), self.whole(params))
         if not isinstance(found, dict):
             return found, whole_state  # the step names what is wrong
         named = cast(Params, found)

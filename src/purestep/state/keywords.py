@@ -6,7 +6,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, ParamSpec, TypeAlias, TypeVar, get_args, get_type_hints
+from typing import Any, ParamSpec, TypeAlias, TypeVar, cast, get_args, get_type_hints
 
 from ..errors import ConfigError
 
@@ -61,14 +61,12 @@ def _checks(factory: Callable[..., Any]) -> list[tuple[str, Check, bool, str]]:
     parameters = inspect.signature(factory).parameters
     found: list[tuple[str, Check, bool, str]] = []
     for name, hint in get_type_hints(factory, include_extras=True).items():
-        is_optional = type(None) in get_args(hint)
-        parts: list[Any] = [hint, *get_args(hint)]
-        checks: list[Check] = [
-            check for part in parts for check in getattr(part, "__metadata__", ()) if callable(check)
-        ]
         default = parameters[name].default if name in parameters else inspect.Parameter.empty
         cure = "" if default is inspect.Parameter.empty else f"{default!r} is the default"
-        found += [(name, check, is_optional, cure) for check in checks]
+        parts: list[Any] = [hint, *get_args(hint)]
+        for check in (each for part in parts for each in getattr(part, "__metadata__", ())):
+            if callable(check):
+                found.append((name, cast(Check, check), type(None) in parts, cure))
     return found
 
 
