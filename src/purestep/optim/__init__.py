@@ -18,6 +18,7 @@ parameter missing from the state raises a KeyError with its name.
 base              `Transform`, `chain`, the global norm
 arguments         types of arguments, with their ranges
 numerics          arithmetic that keeps dtypes
+counts            the updates of each parameter, bias corrections
 scale             the learning rate, weight decay
 clip              gradient clipping
 wrappers          masks, parameter groups, freezing

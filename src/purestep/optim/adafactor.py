@@ -12,19 +12,9 @@ from ..errors import ConfigError
 from ..state import known_keywords
 from ..types import Empty, Params, Tree
 from .arguments import NonNegative, NonNegativeFloat, Rate, Scalar, within
-from .base import StepState, Transform, chain, stateless
-from .numerics import (
-    by_name,
-    lerp,
-    multiply,
-    no_missed_updates,
-    rate_at,
-    scalar_dtype,
-    upcast,
-    update_count,
-    zero_count,
-    zeros_like,
-)
+from .base import Transform, chain, stateless
+from .counts import StepState, no_updates, update_counts
+from .numerics import by_name, lerp, multiply, rate_at, scalar_dtype, upcast, zeros_like
 from .scale import decay_parts, scale_by_learning_rate
 from .wrappers import Mask
 
@@ -36,7 +26,7 @@ class ScaleByFactoredRmsState(NamedTuple):
     row: Params  # name -> [..., rows, 1]: squared gradients, mean over columns; for leaves of at least 2 dimensions
     column: Params  # name -> [..., 1, columns]: squared gradients, mean over rows; for the same leaves
     full: Params  # name -> P: running mean of squared gradients; for the other leaves
-    missed: Tree = Empty()  # Missed: for each parameter, the updates without a gradient
+    missed: Tree = Empty()  # see `counts`
 
 
 @known_keywords
@@ -64,15 +54,13 @@ def scale_by_factored_rms(decay_rate: NonNegativeFloat = 0.8, *, eps: NonNegativ
         full = {name: param for name, param in params.items() if param.ndim < 2}
         row = {name: torch.zeros_like(param[..., :1], requires_grad=False) for name, param in factored.items()}
         column = {name: torch.zeros_like(param[..., :1, :], requires_grad=False) for name, param in factored.items()}
-        return ScaleByFactoredRmsState(zero_count(params), row, column, zeros_like(full), no_missed_updates(params))
+        return ScaleByFactoredRmsState(**no_updates(params), row=row, column=column, full=zeros_like(full))
 
     def update(
         updates: Params, state: ScaleByFactoredRmsState, params: Params
     ) -> tuple[Params, ScaleByFactoredRmsState]:
-        step = state.step + 1
-        weights = by_name(
-            torch.pow(update_count(step, state.missed, updates).to(scalar_dtype(updates)), -decay_rate), updates
-        )
+        state = state._replace(step=state.step + 1)
+        weights = by_name(torch.pow(update_counts(state, updates).to(scalar_dtype(updates)), -decay_rate), updates)
         row = {name: lerp(old, _mean_square(updates[name], -1), weights[name]) for name, old in state.row.items()}
         column = {name: lerp(old, _mean_square(updates[name], -2), weights[name]) for name, old in state.column.items()}
         full = {name: lerp(old, upcast(updates[name]).square(), weights[name]) for name, old in state.full.items()}
@@ -81,7 +69,7 @@ def scale_by_factored_rms(decay_rate: NonNegativeFloat = 0.8, *, eps: NonNegativ
             least = torch.finfo(params[name].dtype).eps if eps is None else eps
             variance = _outer(row[name], column[name], least) if name in row else upcast(full[name])
             new[name] = (upcast(g) * variance.clamp(min=least * least).rsqrt()).to(g.dtype)
-        return new, ScaleByFactoredRmsState(step, row, column, full, state.missed)
+        return new, state._replace(row=row, column=column, full=full)
 
     return Transform(init, update, elementwise=False)
 
@@ -159,16 +147,16 @@ def scale_by_relative_step(learning_rate: Rate) -> Transform:
     """
 
     def init(params: Params) -> StepState:
-        return StepState(zero_count(params), no_missed_updates(params))
+        return StepState(**no_updates(params))
 
     def update(updates: Params, state: StepState, params: Params) -> tuple[Params, StepState]:
         del params  # Depends on the count only.
-        bound = update_count(state.step + 1, state.missed, updates).to(scalar_dtype(updates)).rsqrt()
-        rate = rate_at(learning_rate, state.step)
+        rate, state = rate_at(learning_rate, state.step), state._replace(step=state.step + 1)
+        bound = update_counts(state, updates).to(scalar_dtype(updates)).rsqrt()
         # A rate of 0 makes the ratio inf and the factor 1; the update is still multiplied by the rate 0 later.
         factors = by_name((bound / rate).clamp(max=1.0), updates)
         new = {name: multiply(u, factors[name]) for name, u in updates.items()}
-        return new, StepState(state.step + 1, state.missed)
+        return new, state
 
     return Transform(init, update)
 

@@ -10,19 +10,9 @@ from torch import Tensor
 from ..state import known_keywords
 from ..types import Params
 from .arguments import NonNegative, NonNegativeFloat, Rate
-from .base import StepState, Transform, chain
-from .numerics import (
-    by_name,
-    divide,
-    is_enabled,
-    no_missed_updates,
-    safe_sqrt,
-    scalar_dtype,
-    upcast,
-    update_count,
-    zero_count,
-    zeros_like_squares,
-)
+from .base import Transform, chain
+from .counts import StepState, no_updates, update_counts
+from .numerics import by_name, divide, is_enabled, safe_sqrt, scalar_dtype, upcast, zeros_like_squares
 from .scale import decay_parts, scale_by_learning_rate
 from .wrappers import Mask
 
@@ -83,14 +73,13 @@ def scale_by_inverse_time(decay: NonNegative) -> Transform:
     """
 
     def init(params: Params) -> StepState:
-        return StepState(zero_count(params), no_missed_updates(params))
+        return StepState(**no_updates(params))
 
     def update(updates: Params, state: StepState, params: Params) -> tuple[Params, StepState]:
         del params  # Depends on the count only.
-        own = update_count(state.step, state.missed, updates)
-        divisors = by_name(1 + decay * own.to(scalar_dtype(updates)), updates)
+        divisors = by_name(1 + decay * update_counts(state, updates).to(scalar_dtype(updates)), updates)
         new = {name: divide(upcast(u), divisors[name]).to(u.dtype) for name, u in updates.items()}
-        return new, StepState(state.step + 1, state.missed)
+        return new, state._replace(step=state.step + 1)
 
     return Transform(init, update)
 

@@ -11,6 +11,7 @@ from ..state import known_keywords
 from ..types import Empty, Params, Tree
 from .arguments import Decay, NonNegative, Rate, Scalar
 from .base import Transform, chain, described
+from .counts import bias_corrections, no_updates, update_counts, zero_count
 from .numerics import (
     adam_quotients,
     by_name,
@@ -20,12 +21,8 @@ from .numerics import (
     exact_dtype,
     lerp,
     multiply,
-    no_missed_updates,
     safe_sqrt,
-    scalar_dtype,
     upcast,
-    update_count,
-    zero_count,
     zeros_like,
     zeros_like_squares,
 )
@@ -40,7 +37,7 @@ class ScaleByAdamState(NamedTuple):
     mu: Params  # name -> P: running mean of gradients
     nu: Params  # name -> P: running mean of their squares
     nu_max: Tree  # name -> P: running maximum of nu; Empty without amsgrad
-    missed: Tree = Empty()  # Missed: for each parameter, the updates without a gradient
+    missed: Tree = Empty()  # see `counts`
 
 
 @known_keywords
@@ -78,19 +75,17 @@ def scale_by_adam(
     def init(params: Params) -> ScaleByAdamState:
         nu_max = zeros_like_squares(params, nu_dtype) if amsgrad else Empty()
         nu = zeros_like_squares(params, nu_dtype)
-        return ScaleByAdamState(zero_count(params), zeros_like(params, mu_dtype), nu, nu_max, no_missed_updates(params))
+        return ScaleByAdamState(**no_updates(params), mu=zeros_like(params, mu_dtype), nu=nu, nu_max=nu_max)
 
     def update(updates: Params, state: ScaleByAdamState, params: Params) -> tuple[Params, ScaleByAdamState]:
         del params  # Depends on the gradients only.
-        step = state.step + 1
+        state = state._replace(step=state.step + 1)
         mu = {name: lerp(state.mu[name], g, 1 - b1) for name, g in updates.items()}
         nu = {name: decay_square(state.nu[name], g, b2) for name, g in updates.items()}
         nu_max = {name: torch.maximum(state.nu_max[name], nu[name]) for name in nu} if amsgrad else state.nu_max
-        dtype, own = scalar_dtype(updates), update_count(step, state.missed, updates)
-        mean_weight = complement_power(b1, own, dtype)
-        root_weight = complement_power(b2, own, dtype).sqrt()
-        new = adam_quotients(updates, mu, nu_max if amsgrad else nu, mean_weight, root_weight, eps)
-        return new, ScaleByAdamState(step, mu, nu, nu_max, state.missed)
+        mean_weight, square_weight = bias_corrections(state, updates, b1, b2)
+        new = adam_quotients(updates, mu, nu_max if amsgrad else nu, mean_weight, square_weight.sqrt(), eps)
+        return new, state._replace(mu=mu, nu=nu, nu_max=nu_max)
 
     tx = Transform(init, update)
     return tx if amsgrad else described(tx, "adam", beta1=b1, beta2=b2, eps=eps)
@@ -288,7 +283,7 @@ class MomentsState(NamedTuple):
     step: Tensor  # shape=(), dtype=int64: updates done
     mu: Params  # name -> P: running mean of gradients
     nu: Params  # name -> P: running mean of their squares; for Adamax the decaying maximum of their magnitudes
-    missed: Tree = Empty()  # Missed: for each parameter, the updates without a gradient
+    missed: Tree = Empty()  # see `counts`
 
 
 @known_keywords
@@ -315,19 +310,19 @@ def scale_by_radam(b1: Decay = 0.9, b2: Decay = 0.999, *, eps: NonNegative = 1e-
 
     def update(updates: Params, state: MomentsState, params: Params) -> tuple[Params, MomentsState]:
         del params  # Depends on the gradients only.
-        step, dtype = state.step + 1, exact_dtype(updates)
+        state, dtype = state._replace(step=state.step + 1), exact_dtype(updates)
         mu = {name: lerp(state.mu[name], g, 1 - b1) for name, g in updates.items()}
         nu = {name: decay_square(state.nu[name], g, b2) for name, g in updates.items()}
-        own = update_count(step, state.missed, updates)
-        mean_weight, square_weight = complement_power(b1, own, dtype), complement_power(b2, own, dtype)
-        is_adaptive, rectifier = _rectifier(own.to(dtype), b2, square_weight)
+        counts = update_counts(state, updates)
+        mean_weight, square_weight = complement_power(b1, counts, dtype), complement_power(b2, counts, dtype)
+        is_adaptive, rectifier = _rectifier(counts.to(dtype), b2, square_weight)
         mean_weights, adaptive = by_name(mean_weight, updates), by_name(is_adaptive, updates)
         factors = by_name(rectifier * square_weight.sqrt(), updates)
         new: Params = {}
         for name, g in updates.items():
             mean, divisor = divide(upcast(mu[name]), mean_weights[name]), safe_sqrt(nu[name]) + eps
             new[name] = torch.where(adaptive[name], multiply(mean, factors[name]) / divisor, mean).to(g.dtype)
-        return new, MomentsState(step, mu, nu, state.missed)
+        return new, state._replace(mu=mu, nu=nu)
 
     return Transform(_init_moments, update)
 
@@ -400,14 +395,12 @@ def scale_by_adamax(b1: Decay = 0.9, b2: Decay = 0.999, *, eps: NonNegative = 1e
 
     def update(updates: Params, state: MomentsState, params: Params) -> tuple[Params, MomentsState]:
         del params  # Depends on the gradients only.
-        step = state.step + 1
+        state = state._replace(step=state.step + 1)
         mu = {name: lerp(state.mu[name], g, 1 - b1) for name, g in updates.items()}
         nu = {name: _decay_max(state.nu[name], g, b2, eps) for name, g in updates.items()}
-        weights = by_name(
-            complement_power(b1, update_count(step, state.missed, updates), scalar_dtype(updates)), updates
-        )
+        weights = by_name(bias_corrections(state, updates, b1)[0], updates)
         new = {n: (divide(upcast(mu[n]), weights[n]) / upcast(nu[n])).to(g.dtype) for n, g in updates.items()}
-        return new, MomentsState(step, mu, nu, state.missed)
+        return new, state._replace(mu=mu, nu=nu)
 
     return Transform(_init_moments, update)
 
@@ -450,7 +443,7 @@ def adamax(
 
 
 def _init_moments(params: Params) -> MomentsState:
-    return MomentsState(zero_count(params), zeros_like(params), zeros_like_squares(params), no_missed_updates(params))
+    return MomentsState(**no_updates(params), mu=zeros_like(params), nu=zeros_like_squares(params))
 
 
 def _chain_with_decay(direction: Transform, decay: list[Transform], decoupled: bool, learning_rate: Rate) -> Transform:

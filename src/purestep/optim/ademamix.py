@@ -11,19 +11,15 @@ from ..state import known_keywords
 from ..types import Empty, Params, Tree
 from .arguments import Decay, NonNegative, Rate
 from .base import Transform, chain
+from .counts import bias_corrections, no_updates
 from .numerics import (
     adam_quotients,
     add_scaled,
     by_name,
-    complement_power,
     decay_square,
     divide,
     lerp,
-    no_missed_updates,
-    scalar_dtype,
     upcast,
-    update_count,
-    zero_count,
     zeros_like,
     zeros_like_squares,
 )
@@ -38,7 +34,7 @@ class ScaleByAdemamixState(NamedTuple):
     mu: Params  # name -> P: fast mean of gradients
     mu_slow: Params  # name -> P: slow mean of gradients
     nu: Params  # name -> P: mean of their squares
-    missed: Tree = Empty()  # Missed: for each parameter, the updates without a gradient
+    missed: Tree = Empty()  # see `counts`
 
 
 @known_keywords
@@ -74,23 +70,22 @@ def scale_by_ademamix(
     """
 
     def init(params: Params) -> ScaleByAdemamixState:
-        means = zeros_like(params, mu_dtype), zeros_like(params, mu_dtype)
-        return ScaleByAdemamixState(zero_count(params), *means, zeros_like_squares(params), no_missed_updates(params))
+        mu, slow = zeros_like(params, mu_dtype), zeros_like(params, mu_dtype)
+        return ScaleByAdemamixState(**no_updates(params), mu=mu, mu_slow=slow, nu=zeros_like_squares(params))
 
     def update(updates: Params, state: ScaleByAdemamixState, params: Params) -> tuple[Params, ScaleByAdemamixState]:
         del params  # Depends on the gradients only.
-        step = state.step + 1
+        state = state._replace(step=state.step + 1)
         mu = {name: lerp(state.mu[name], g, 1 - b1) for name, g in updates.items()}
         slow = {name: lerp(state.mu_slow[name], g, 1 - b3) for name, g in updates.items()}
         nu = {name: decay_square(state.nu[name], g, b2) for name, g in updates.items()}
-        dtype, own = scalar_dtype(updates), update_count(step, state.missed, updates)
-        root_weight = complement_power(b2, own, dtype).sqrt()
-        weights = by_name(complement_power(b1, own, dtype), updates)
+        mean_weight, square_weight = bias_corrections(state, updates, b1, b2)
+        root_weight, weights = square_weight.sqrt(), by_name(mean_weight, updates)
         mixed = {
             name: add_scaled(divide(upcast(m), weights[name]), upcast(slow[name]), alpha) for name, m in mu.items()
         }
         new = adam_quotients(updates, mixed, nu, torch.ones_like(root_weight), root_weight, eps)
-        return new, ScaleByAdemamixState(step, mu, slow, nu, state.missed)
+        return new, state._replace(mu=mu, mu_slow=slow, nu=nu)
 
     return Transform(init, update)
 

@@ -185,13 +185,6 @@ def _any(decays: Iterable[bool | None]) -> bool | None:
     return True if True in found else None if None in found else False
 
 
-class StepState(NamedTuple):
-    """State of a transform that only counts updates."""
-
-    step: Tensor  # shape=(), dtype=int64: updates done
-    missed: Tree = Empty()  # Missed: for each parameter, the updates without a gradient
-
-
 def apply_updates(params: Params, updates: Params) -> Params:
     """Return ``params + updates``, rounded once to each parameter's dtype.
 

@@ -27,7 +27,8 @@ from ..torch_ext import tracing
 from ..types import Empty, Params, Tree
 from .arguments import Rate, Scalar, Schedule, check_rate
 from .base import Transform
-from .numerics import rate_at, zero_count
+from .counts import zero_count
+from .numerics import rate_at
 from .scale import rate_leaf
 
 Slots: TypeAlias = dict[str, dict[str, Any]]

@@ -27,7 +27,8 @@ from ..torch_ext import foreach, read, tensor_layout, tracing
 from ..types import Params, Tree
 from .arguments import Scalar
 from .base import Kind, Transform, global_norm, kind_of
-from .numerics import by_name, in_dtype, rate_at, update_count
+from .counts import update_counts
+from .numerics import by_name, in_dtype, rate_at
 from .scale import rate_leaf
 
 _torch: Any = torch  # torch's stubs do not export the kernels
@@ -246,7 +247,7 @@ def _optimizer(
         return None
     if "adam" in parts:
         own = states["adam"]
-        counts = by_name((update_count(own.step, own.missed, updates) + 1).float(), updates)
+        counts = by_name((update_counts(own, updates) + 1).float(), updates)
         states["adam"] = own._replace(step=own.step + 1)
     states["learning_rate"] = scaled._replace(step=scaled.step + 1, learning_rate=rate_leaf(rate, scaled.step))
     for names, amount in groups:

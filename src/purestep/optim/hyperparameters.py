@@ -15,7 +15,8 @@ from ..state import known_keywords
 from ..types import Empty, Labels, Params, TrainState, Tree
 from .arguments import Schedule
 from .base import Norms, Transform, described, updated
-from .numerics import rate_at, zero_count
+from .counts import zero_count
+from .numerics import rate_at
 from .wrappers import PartitionState
 
 

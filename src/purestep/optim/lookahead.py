@@ -12,7 +12,8 @@ from ..state import known_keywords
 from ..types import Params, Tree
 from .arguments import Scalar, at_least, within
 from .base import Norms, Transform, described, updated
-from .numerics import lerp, upcast, zero_count
+from .counts import zero_count
+from .numerics import lerp, upcast
 
 
 class LookaheadState(NamedTuple):

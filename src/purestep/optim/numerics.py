@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import PurestepError, StepContractError
 from ..torch_ext import tracing
-from ..types import Empty, Missed, Params, Tree
+from ..types import Params
 from .arguments import Rate, Scalar, Schedule
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -84,50 +84,8 @@ def complement_power(base: Scalar, count: Tensor, dtype: torch.dtype) -> Tensor:
     return -torch.expm1(count.to(dtype) * (math.log(base) if base else -math.inf))
 
 
-def zero_count(params: Params) -> Tensor:
-    """Return a counter at 0 on the device of the parameters. shape=(), dtype=int64."""
-    device = next(iter(params.values())).device if params else None
-    return torch.zeros((), dtype=torch.int64, device=device)
-
-
-def no_missed_updates(params: Params) -> Missed:
-    """Return a `Missed` with zeros: no parameter has missed an update."""
-    count = zero_count(params)
-    return Missed(dict.fromkeys(params, Empty()), count.expand(len(params)).clone())
-
-
-def update_count(step: Tensor, missed: Tree, names: Collection[str]) -> Tensor:
-    """Return each parameter's update count: the updates in which it had a gradient.
-
-    Args:
-        step: shape=(), int64: updates done.
-        missed: Missed, the updates that each parameter has missed; or Empty.
-        names: of parameters, or of flat buffers; the parameters in one buffer have missed equally many updates.
-
-    Returns:
-        shape=() if all names have the same count, else shape=(n,); `by_name` splits it.
-
-    Example:
-        >>> missed = no_missed_updates({"a": torch.ones(2), "b": torch.ones(2)})
-        >>> by_name(update_count(torch.tensor(3), missed, ["a", "b"]), ["a", "b"])
-        {'a': tensor(3), 'b': tensor(3)}
-        >>> update_count(torch.tensor(3), missed._replace(counts=torch.tensor([0, 2])), ["a", "b"]).tolist()
-        [3, 1]
-    """
-    if not isinstance(missed, Missed) or not names:
-        return step
-    counts = missed.counts
-    if tracing.may_branch(counts) and not any(counts.tolist()):
-        return step  # One scalar for all parameters is cheaper.
-    if len(names) < len(missed.names):
-        index = {name: position for position, name in enumerate(sorted(missed.names))}
-        selected = [counts[index[name]] for name in sorted(names)]
-        return step - (selected[0] if len(selected) == 1 else torch.stack(selected))
-    return step - (counts[0] if len(names) == 1 else counts)
-
-
 def by_name(value: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
-    """Split a value computed from `update_count` into one scalar per name.
+    """Split a tensor with a number for each name, in sorted order, or with one for all, into a scalar for each.
 
     Example:
         >>> {name: value.item() for name, value in by_name(torch.tensor([1, 2]), ["b", "a"]).items()}

@@ -11,6 +11,7 @@ from ..state import known_keywords
 from ..types import Params, Tree
 from .arguments import Decay, NonNegative, Rate, within
 from .base import Norms, Transform, chain, described, identity, norm_of, unknown
+from .counts import zero_count
 from .numerics import (
     add_scaled,
     complement_power,
@@ -21,7 +22,6 @@ from .numerics import (
     safe_sqrt,
     scalar_dtype,
     upcast,
-    zero_count,
     zeros_like,
     zeros_like_squares,
 )

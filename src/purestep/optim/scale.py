@@ -12,7 +12,8 @@ from ..state import known_keywords
 from ..types import Params
 from .arguments import NonNegative, Rate, Scalar, within
 from .base import Transform, described, stateless
-from .numerics import add_scaled, is_enabled, multiply, rate_at, zero_count
+from .counts import zero_count
+from .numerics import add_scaled, is_enabled, multiply, rate_at
 from .wrappers import Mask, masked
 
 

@@ -13,19 +13,8 @@ from ..state import known_keywords
 from ..types import Empty, Params, TrainState, Tree
 from .arguments import Decay, NonNegative, Rate, Scalar, within
 from .base import Norms, Transform, chain, described, identity, updated
-from .numerics import (
-    adam_quotients,
-    complement_power,
-    decay_square,
-    multiply,
-    no_missed_updates,
-    rate_at,
-    scalar_dtype,
-    upcast,
-    update_count,
-    zero_count,
-    zeros_like_squares,
-)
+from .counts import bias_corrections, no_updates, zero_count
+from .numerics import adam_quotients, decay_square, multiply, rate_at, scalar_dtype, upcast, zeros_like_squares
 from .scale import decay_parts, rate_leaf
 from .wrappers import Mask
 
@@ -117,25 +106,24 @@ class ScaleByCorrectedRmsState(NamedTuple):
 
     step: Tensor  # shape=(), dtype=int64: updates done
     nu: Params  # name -> P: running mean of squared gradients
-    missed: Tree = Empty()  # Missed: for each parameter, the updates without a gradient
+    missed: Tree = Empty()  # see `counts`
 
 
 def _scale_by_corrected_rms(b2: Decay, eps: NonNegative) -> Transform:
     """Adam's direction with ``b1=0``, which stores no mean of gradients."""
 
     def init(params: Params) -> ScaleByCorrectedRmsState:
-        return ScaleByCorrectedRmsState(zero_count(params), zeros_like_squares(params), no_missed_updates(params))
+        return ScaleByCorrectedRmsState(**no_updates(params), nu=zeros_like_squares(params))
 
     def update(
         updates: Params, state: ScaleByCorrectedRmsState, params: Params
     ) -> tuple[Params, ScaleByCorrectedRmsState]:
         del params  # Depends on the gradients only.
-        step = state.step + 1
+        state = state._replace(step=state.step + 1)
         nu = {name: decay_square(state.nu[name], g, b2) for name, g in updates.items()}
-        own = update_count(step, state.missed, updates)
-        root_weight = complement_power(b2, own, scalar_dtype(updates)).sqrt()
+        root_weight = bias_corrections(state, updates, b2)[0].sqrt()
         new = adam_quotients(updates, updates, nu, torch.ones_like(root_weight), root_weight, eps)
-        return new, ScaleByCorrectedRmsState(step, nu, state.missed)
+        return new, state._replace(nu=nu)
 
     return Transform(init, update)
 

@@ -12,17 +12,8 @@ from ..state import known_keywords
 from ..types import Empty, Params, Tree
 from .arguments import NonNegative, Rate, Scalar
 from .base import Transform, chain, described
-from .numerics import (
-    add_scaled,
-    by_name,
-    is_enabled,
-    multiply,
-    no_missed_updates,
-    scalar_dtype,
-    update_count,
-    zero_count,
-    zeros_like,
-)
+from .counts import no_updates, update_counts
+from .numerics import add_scaled, by_name, is_enabled, multiply, scalar_dtype, zeros_like
 from .scale import decay_parts, scale_by_learning_rate
 from .wrappers import Mask
 
@@ -32,7 +23,7 @@ class TraceState(NamedTuple):
 
     step: Tree  # shape=(), dtype=int64: updates done; Empty without dampening
     trace: Params  # name -> P: the decaying sum of updates
-    missed: Tree = Empty()  # with dampening, Missed: for each parameter, the updates without a gradient
+    missed: Tree = Empty()  # see `counts`
 
 
 @known_keywords
@@ -69,22 +60,18 @@ def trace(
 
     def init(params: Params) -> TraceState:
         total = zeros_like(params, accumulator_dtype)
-        return (
-            TraceState(zero_count(params), total, no_missed_updates(params))
-            if is_dampened
-            else TraceState(Empty(), total)
-        )
+        return TraceState(**no_updates(params), trace=total) if is_dampened else TraceState(Empty(), total)
 
     def update(updates: Params, state: TraceState, params: Params) -> tuple[Params, TraceState]:
         del params  # Depends on the gradients only.
         kept: dict[str, Any] = dict.fromkeys(updates, 1.0)
         if is_dampened:
-            later = update_count(state.step, state.missed, updates) > 0
+            later = update_counts(state, updates) > 0
             kept = by_name(1.0 - later.to(scalar_dtype(updates)) * dampening, updates)
         new = {name: _accumulate(state.trace[name], u, decay, kept[name]) for name, u in updates.items()}
         ahead = {name: add_scaled(u, new[name], decay) for name, u in updates.items()} if nesterov else new
         step = state.step + 1 if is_dampened else state.step
-        return {name: ahead[name].to(u.dtype) for name, u in updates.items()}, TraceState(step, new, state.missed)
+        return {name: ahead[name].to(u.dtype) for name, u in updates.items()}, state._replace(step=step, trace=new)
 
     tx = Transform(init, update)
     return tx if is_dampened else described(tx, "trace", momentum=decay, nesterov=nesterov)

@@ -13,19 +13,17 @@ from ..torch_ext import tracing
 from ..types import Empty, Params, Tree
 from .arguments import Decay, NonNegative, Rate, at_least
 from .base import Transform, chain
+from .counts import no_updates, update_counts
 from .numerics import (
     by_name,
     complement_power,
     decay_square,
     in_dtype,
     lerp,
-    no_missed_updates,
     safe_sqrt,
     scalar_dtype,
     upcast,
     upcast_dtype,
-    update_count,
-    zero_count,
     zeros_like,
     zeros_like_squares,
 )
@@ -44,7 +42,7 @@ class ScaleBySoapState(NamedTuple):
     nu: Params  # name -> P: mean of squared gradients, in the eigenbasis
     gram: Matrices  # mean of the gradient's products with itself
     basis: Matrices  # eigenvectors of `gram` as columns, by falling eigenvalue
-    missed: Tree = Empty()  # Missed: for each parameter, the updates without a gradient
+    missed: Tree = Empty()  # see `counts`
 
 
 @known_keywords
@@ -89,13 +87,13 @@ def scale_by_soap(
     def init(params: Params) -> ScaleBySoapState:
         zeros = {name: _zeros(param, max_precond_dim) for name, param in params.items()}
         bases = {name: tuple(map(_identity_like, each)) for name, each in zeros.items()}
-        means = zeros_like(params), zeros_like_squares(params)
-        return ScaleBySoapState(zero_count(params), *means, zeros, bases, no_missed_updates(params))
+        mu, nu = zeros_like(params), zeros_like_squares(params)
+        return ScaleBySoapState(**no_updates(params), mu=mu, nu=nu, gram=zeros, basis=bases)
 
     def update(updates: Params, state: ScaleBySoapState, params: Params) -> tuple[Params, ScaleBySoapState]:
         del params  # Not needed.
-        step, dtype = state.step + 1, scalar_dtype(updates)
-        count = update_count(step, state.missed, updates) - 1  # without the first one
+        dtype = scalar_dtype(updates)
+        count = update_counts(state, updates)  # without this one, as the first one changes nothing
         begun, rank = by_name(count > 0, updates), {name: _dims(u, max_precond_dim) for name, u in updates.items()}
         correction = complement_power(b2, count, dtype).sqrt() / complement_power(b1, count, dtype)
         factors = by_name(torch.where(count > 0, correction, torch.zeros_like(correction)), updates)
@@ -118,7 +116,7 @@ def scale_by_soap(
                 for old, product in zip(state.gram[name], products, strict=True)
             )
         basis, nu = _refreshed(gram, state.basis, nu, rank, by_name(count, updates), precondition_frequency)
-        return new, ScaleBySoapState(step, mu, nu, gram, basis, state.missed)
+        return new, state._replace(step=state.step + 1, mu=mu, nu=nu, gram=gram, basis=basis)
 
     return Transform(init, update, elementwise=False)
 
