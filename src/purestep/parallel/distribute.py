@@ -231,18 +231,19 @@ def _check_elementwise(tx: Any, leaves: Sequence[Leaf]) -> None:
     """
     random = torch.Generator().manual_seed(0)
 
-    def values() -> Params:
+    norms = base.Norms(lambda _: torch.ones((), dtype=torch.float64))
+
+    def values(size: float) -> Params:
         shapes = {leaf.name: [4, *[2] * (len(leaf.shape) - 1)] if leaf.shape else [] for leaf in leaves}
-        return {name: torch.randn(shape, generator=random, dtype=torch.float64) for name, shape in shapes.items()}
+        return {n: size * torch.randn(shape, generator=random, dtype=torch.float64) for n, shape in shapes.items()}
 
     def half(value: Tensor) -> Tensor:
         return value[:2].clone() if value.dim() else value
 
     def updates(grads: Params, params: Params) -> Params:
-        with base.norm_of_pieces(lambda _: torch.ones((), dtype=torch.float64)):
-            return tx.update(grads, tx.init(params), params)[0]
+        return base.updated(tx, grads, tx.init(params), params, norms)[0]
 
-    grads, params = values(), values()
+    grads, params = values(1e4), values(1.0)  # large gradients: clipping changes them
     halves = [{name: half(value) for name, value in named.items()} for named in (grads, params)]
     try:
         whole, pieces = updates(grads, params), updates(*halves)
@@ -254,7 +255,7 @@ def _check_elementwise(tx: Any, leaves: Sequence[Leaf]) -> None:
             f"the transformation says that it is elementwise, but its update of a piece of {differing[0]} differs from "
             "that of the whole: it sums over values",
             where=_WHERE,
-            hint="compute the norm by optim.global_norm, or set elementwise=False, so that it gets whole tensors",
+            hint="set elementwise=False, so that it gets whole tensors",
         )
 
 
@@ -437,20 +438,18 @@ class _Distributed:
             by_tensor = collectives.all_reduce(by_tensor, "tensor")
         return (squares(rows=False, tensor=False) + by_rows + by_tensor).sqrt()
 
-    def _update(self, update: Callable[..., Any], grads: Params, state: Tree, params: Params, norm: Tensor) -> Any:
+    def _update(self, tx: Any, grads: Params, state: Tree, params: Params, norm: Tensor) -> Any:
         """Run a transform. One that is not elementwise sees whole tensors, and its results are cut again."""
-        if not self._pieces:
-            return update(grads, state, params)
-        if self._inner.tx.elementwise:
-            with base.norm_of_pieces(lambda updates: norm if updates is grads else self._norm(updates)):
-                return update(grads, state, params)
+        if not self._pieces or tx.elementwise:
+            norms = base.Norms(self._norm if self._pieces else base.global_norm, norm)
+            return base.updated(tx, grads, state, params, norms)
         prefix = "opt_state/"
         cuts = {path.removeprefix(prefix): name for path, name in self._layout.paths if path.startswith(prefix)}
         entries = [(path, self._leaves[cuts[path]], leaf) for path, leaf in tree.with_paths(state) if path in cuts]
         wholes = placement.unsharded(self._layout, [(leaf, value) for _, leaf, value in entries])
         by_path = {path: whole for (path, _, _), whole in zip(entries, wholes, strict=True)}
         whole_state = placement.mapped(state, lambda path, value: by_path.get(path, value))
-        found, whole_state = update(self._unsharded(grads), whole_state, self._unsharded(params))
+        found, whole_state = tx.update(self._unsharded(grads), whole_state, self._unsharded(params))
         if not isinstance(found, dict):
             return found, whole_state  # the step names what is wrong
         own = {leaf.name: self._shard(leaf, found[leaf.name]) for leaf in self._pieces}
