@@ -156,7 +156,6 @@ ALLOWED = (
     ("torch_ext/host_generators.py", "random"),
     ("torch_ext/global_rng.py", "random"),
     ("torch_ext/global_rng.py", "threading.RLock"),
-    ("optim/base.py", "threading.local"),
     ("compile/eager_donation.py", "threading.local"),
     ("compile/backends.py", "os"),
     ("compile/capture.py", "logging"),
@@ -296,7 +295,7 @@ def names_twice(sources: Sources) -> list[str]:
     return [path for path in sources if names[Path(path).name] > 1]
 
 
-CHECKS = {"require", "require_rate", "check_finite", "check_positive", "check_count"}
+CHECKS = {"check_rate", "check_finite", "check_positive", "check_count"}
 """They raise a ConfigError for the function that calls them."""
 
 
@@ -387,7 +386,7 @@ RULES: list[tuple[Rule, str, str]] = [
     (into_a_package, "ema.py", "from .model.template import unwrapped"),
     (unsaid_errors, "step.py", 'def f():\n    """Does."""\n    raise ConfigError("x")'),
     (unsaid_errors, "step.py", "class C:\n    def f(self):\n        raise errors.ConfigError('x')"),
-    (unsaid_errors, "optim/adam.py", "def f(x):\n    require('f', x=x)"),
+    (unsaid_errors, "optim/adam.py", "def f(x):\n    check_rate('f', 'x', x)"),
     (unsaid_errors, "optim/adam.py", "def f():\n    def update():\n        raise StateError('x')"),
     (attics, "utils.py", ""),
     (attics, "core/step.py", ""),

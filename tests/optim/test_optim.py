@@ -429,6 +429,19 @@ def test_an_optimizer_is_the_chain_that_it_says() -> None:
         (lambda: optim.lamb(eps=-1.0), "eps=-1.0"),
         (lambda: optim.muon(momentum=1.0), "muon: momentum=1.0"),
         (lambda: optim.muon(ns_steps=100), "muon: ns_steps=100 must be in [0, 100) (cure: 5 is the default)"),
+        (lambda: optim.soap(shampoo_beta=1.5), "soap: shampoo_beta=1.5 must be in [0, 1) (cure: None is the default)"),
+        (lambda: optim.soap(b1=None), "soap: b1=None is a NoneType, not a number"),  # type: ignore[arg-type]
+        (lambda: optim.adafactor(eps=(None, -1.0)), "adafactor: eps=-1.0 must be a finite number of at least 0"),
+        (
+            lambda: optim.clip_by_block_rms(0.0),
+            "clip_by_block_rms: threshold=0.0 must be a finite number greater than 0",
+        ),
+        (lambda: optim.schedule_free_sgd(0.1, 0.0), "schedule_free_sgd: b1=0.0 must be in (0, 1)"),
+        (
+            lambda: optim.lookahead(optim.sgd(0.1), 0),
+            "lookahead: sync_period=0 must be an int of at least 1 (cure: 5 is the default)",
+        ),
+        (lambda: optim.scale(math.inf), "scale: factor=inf must be a finite number"),
     ],
 )
 def test_numbers_out_of_range_are_refused(make: Callable[[], Transform], message: str) -> None:
@@ -898,7 +911,7 @@ class Hides(CountsInPython):
         (lambda: optim.from_torch(Hides), "rebuilt from its state it computes other updates"),
         (lambda: optim.from_torch(T.LBFGS), "from_torch(LBFGS): its step needs a closure"),
         (lambda: optim.from_torch(T.SparseAdam), "from_torch(SparseAdam): it needs sparse gradients"),
-        (lambda: optim.from_torch(T.SGD, lr=-1.0), "from_torch(SGD): learning_rate=-1.0"),
+        (lambda: optim.from_torch(T.SGD, lr=-1.0), "from_torch(SGD): lr=-1.0"),
         (lambda: optim.from_torch(T.AdamW, betas=(2.0, 0.9)), "from_torch(AdamW): a step failed: Invalid beta"),
         (lambda: optim.from_torch(T.Muon), "from_torch(Muon): a step failed: Muon only supports 2D"),
         (lambda: optim.from_torch(NeedsClosure), "a step failed: a closure is needed"),

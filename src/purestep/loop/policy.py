@@ -195,9 +195,9 @@ def limit_reached(config: FitConfig, loop: LoopState) -> str | None:
     return None
 
 
-def below_minimum(config: FitConfig, loop: LoopState, *, ahead: int = 0) -> bool:
-    """True if min_epochs or min_steps forbid to stop. ``ahead``: updates since `loop`, if all are applied."""
-    return loop.epoch < (config.min_epochs or 0) or loop.updates + ahead < (config.min_steps or 0)
+def below_minimum(config: FitConfig, loop: LoopState) -> bool:
+    """True if min_epochs or min_steps forbid to stop."""
+    return loop.epoch < (config.min_epochs or 0) or loop.updates_at_most < (config.min_steps or 0)
 
 
 def ended_before(monitor: Monitor, loop: LoopState) -> str | None:
@@ -295,9 +295,9 @@ class EvalSchedule:
             *(self._fraction, loop.epoch + 1, self._length, loop.batch),
         )
 
-    def may_be_due(self, loop: LoopState, ahead: int) -> bool:
-        """True if an interval of updates has passed, provided that all ``ahead`` updates since `loop` are applied."""
-        return any(isinstance(every, int) and _crossed(every, loop, ahead) for every in self._intervals.values())
+    def may_be_due(self, loop: LoopState) -> bool:
+        """True if an interval of updates has passed, provided that all pending ones are applied."""
+        return any(isinstance(every, int) and _crossed(every, loop) for every in self._intervals.values())
 
     def due_inside(self, loop: LoopState) -> list[str]:
         """Return the loaders to evaluate behind the last batch, with no window open.
@@ -329,9 +329,9 @@ def _is_due_at_end(every: int | float, loop: LoopState) -> bool:
     return every < 1 or loop.epoch % int(every) == 0
 
 
-def _crossed(every: int, loop: LoopState, ahead: int = 0) -> bool:
-    """True if a multiple of ``every`` updates lies behind the last row. ``ahead``: updates since `loop`."""
-    return (loop.updates + ahead) // every > loop.updates_at_row // every
+def _crossed(every: int, loop: LoopState) -> bool:
+    """True if a multiple of ``every`` updates lies behind the last row."""
+    return loop.updates_at_most // every > loop.updates_at_row // every
 
 
 def _passed(every: float, since: int, batch: int, length: int) -> bool:

@@ -25,8 +25,10 @@ from .. import rng, tree
 from ..errors import ConfigError, PurestepError, StateError, StepContractError
 from ..torch_ext import tracing
 from ..types import Empty, Params, Tree
-from .base import Transform, require_rate
-from .numerics import Rate, Scalar, Schedule, rate_at, zero_count
+from .arguments import Rate, Scalar, Schedule, check_rate
+from .base import Transform
+from .counts import zero_count
+from .numerics import rate_at
 from .scale import rate_leaf
 
 Slots: TypeAlias = dict[str, dict[str, Any]]
@@ -174,7 +176,7 @@ def _spec_of(optimizer: Any, lr: Rate | None, kwargs: dict[str, Any]) -> _Spec:
     where = f"from_torch({optimizer.__name__})"
     _check_supported(optimizer, where)
     if lr is not None:
-        require_rate(where, lr)
+        check_rate(where, "lr", lr)
     start = lr if lr is None or isinstance(lr, float | int) else float(rate_at(lr, torch.zeros((), dtype=torch.int64)))
     dtype = lr.dtype if isinstance(lr, Tensor) and lr.is_floating_point() else None
     return _Spec(optimizer, kwargs if start is None else {"lr": start, **kwargs}, where, dtype)

@@ -12,7 +12,7 @@ import warnings  # noqa: E402
 import torch  # noqa: E402  # after the stand-in
 
 import purestep as ps  # noqa: E402
-from purestep.loop.window_position import counting  # noqa: E402
+from purestep.step import counting  # noqa: E402
 
 from .counting import counted  # noqa: E402
 from .emulation import emulated  # noqa: E402

@@ -16,7 +16,7 @@ from torch import nn
 
 import purestep as ps
 from purestep import optim
-from purestep.loop.window_position import counting
+from purestep.step import counting
 
 from . import device
 from .counting import counted

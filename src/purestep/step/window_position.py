@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ..compile import CompiledStep
 from ..state import stacked
-from ..step import Accum, Adding, Closing, static_of
 from ..types import Metrics, TrainState, TrainStep, Tree
+from .program import static_of
+from .spec import Accum, Adding, Closing
 
 
 def counting(step: TrainStep) -> TrainStep:
@@ -23,7 +23,7 @@ def counting(step: TrainStep) -> TrainStep:
     Args:
         step: ``(state, batch) -> (state, metrics)``.
     """
-    static = None if isinstance(step, CompiledStep) else static_of(step)
+    static = None if getattr(step, "counts_windows", False) else static_of(step)
     return step if static is None or static.accumulate == 1 else _Counting(step, static.accumulate)
 
 

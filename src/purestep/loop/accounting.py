@@ -1,4 +1,4 @@
-"""Progress of a run: metrics of calls become sums of the history, log lines, and a count of applied updates."""
+"""The accounts of a run: metrics of calls become sums of the history, log lines, and a count of applied updates."""
 
 from __future__ import annotations
 
@@ -8,42 +8,42 @@ import time
 from collections import deque
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .. import tree
+from .. import stopping, tree
 from ..compile import MetricVector, states
-from ..errors import NonFiniteError, StepContractError
+from ..errors import ConfigError, NonFiniteError, StepContractError
 from ..events import Logged
 from ..state import stacked
 from ..step import rate_names
 from ..torch_ext import tensor_layout
 from ..types import Metrics, TrainState, Tree
 from . import metric_queue
-from .loop_state import Call, Cell, LoopState
+from .loop_state import Call, Cell, LoopState, cell
 from .metric_queue import MetricQueue, Rows, Totals
 from .nonfinite_steps import can_halt, check_windows, halt_error
+
+if TYPE_CHECKING:
+    from .policy import Monitor
 
 _BARE = ("grad_norm", "scale")  # step metrics that do not describe training data: no "train_" before them
 _HIDDEN = ("applied",)
 _DEPTH = 64  # calls whose metrics are copied together
 _MAX_REFUSALS = 100  # refused updates in a row, after which the run ends or warns
 _MAX_HELD = 1 << 28  # bytes of batches that are held until their calls are known to be good
-_END = object()
 _log = logging.getLogger("purestep")
 
 
-def opened(log_every: int, state: Tree, loop: LoopState) -> Progress:
-    """Return the progress of a run that begins, or goes on, with these states."""
+def opened(log_every: int, state: Tree, loop: LoopState) -> Accounting:
+    """Return the accounts of a run that begins, or goes on, with these states."""
     calls = stacked.keys(state)[0][1] if isinstance(state, TrainState) else 0
     rates = {"lr"}.union(*(rate_names(part) for part in states(state)))
     rates |= {f"{name}[{index}]" for name in rates for index in range(stacked.size(state))}
-    return Progress(log_every, before=calls - loop.calls, halts=can_halt(state), rates=rates)
+    return Accounting(log_every, before=calls - loop.calls, halts=can_halt(state), rates=rates)
 
 
-class Progress:
+class Accounting:
     """Takes metrics as tensors; returns loop states and log lines once the numbers have arrived.
-
-    ``updates`` of a loop state counts updates that are known to be applied. ``pending`` windows closed since then.
 
     Args:
         log_every: updates between two log lines, 0 for none.
@@ -55,8 +55,9 @@ class Progress:
     def __init__(
         self, log_every: int, *, before: int = 0, halts: bool = False, rates: Collection[str] = ("lr",)
     ) -> None:
-        self.pending = 0
         self.rates = rates
+        self.lines: deque[Logged] = deque()
+        """Complete log lines, which the run takes out."""
         self._log_every = log_every
         self._before = before
         self._halts = halts
@@ -76,7 +77,7 @@ class Progress:
             self._queue.depth = _calls_to_hold(size)
 
     def add(self, call: Call, metrics: Metrics | MetricVector, loop: LoopState, batch: Any = None) -> None:
-        """Put in the metrics of a call and its batch; None for a flush."""
+        """Put in the metrics of a call and its batch (None for a flush); ``loop`` is the state after the call."""
         if self._halts:
             if not self._held and batch is not None and not self._is_fixed:
                 self._queue.depth = _calls_to_hold(tensor_layout.nbytes(tree.leaves(batch)))
@@ -84,27 +85,27 @@ class Progress:
         self._queue.add(call, metrics)
         if not call.closing:
             return
-        self.pending += 1
         self._timer.steps += 1
-        if self._log_every and (loop.updates + self.pending) % self._log_every == 0:
+        if self._log_every and loop.updates_at_most % self._log_every == 0:
             self._queue.start_copy()
 
-    def settle(self, loop: LoopState, state: Tree, *, wait: bool) -> tuple[LoopState, list[Logged]]:
-        """Return the loop state with what has arrived, and complete log lines; with ``wait``, wait for everything.
+    def settle(self, loop: LoopState, state: Tree, *, wait: bool) -> LoopState:
+        """Return the loop state with what has arrived; with ``wait``, wait for everything.
 
         Raises:
             NonFiniteError: the state halted, or with ``wait`` will halt at the end of its window; or the state skips
                 and too many updates in a row were refused.
         """
         arrived = self._queue.rows(wait=wait)
-        settled = self._count(arrived, loop, state) if arrived else (loop, list[Logged]())
+        settled = self._count(arrived, loop, state) if arrived else loop
         if wait and self._halts:
             check_windows(state)
+        if wait and self._queue.kinds:  # a resumed run that has made no call yet does not know the classes
+            settled = settled._replace(computed=metric_queue.computed_of(settled.interval, self._queue.kinds))
         return settled
 
-    def _count(self, arrived: list[Rows], loop: LoopState, state: Tree) -> tuple[LoopState, list[Logged]]:
-        lines: list[Logged] = []
-        updates, last = loop.updates, dict(loop.last)
+    def _count(self, arrived: list[Rows], loop: LoopState, state: Tree) -> LoopState:
+        updates, pending, last = loop.updates, loop.pending, dict(loop.last)
         interval, line = dict(loop.interval), dict(loop.line)
         sums = (interval, line) if self._log_every else (interval,)
         for rows in arrived:
@@ -114,7 +115,7 @@ class Progress:
                 call: Call = rows.tags[index]
                 if not call.closing:
                     continue
-                self.pending -= 1
+                pending -= 1
                 if not applied:
                     self._refused(call, rows.values(index), state)
                     continue
@@ -124,11 +125,11 @@ class Progress:
                 if self._log_every and updates % self._log_every == 0:
                     _sum(rows.part(begun, index + 1), sums, last, self.rates)
                     begun = index + 1
-                    lines.append(self._line(call, updates, line, last))
+                    self.lines.append(self._line(call, updates, line, last))
                     line.clear()
             _sum(rows.part(begun), sums, last, self.rates)
         self._release(arrived, state)
-        return loop._replace(updates=updates, interval=interval, line=line, last=last), lines
+        return loop._replace(updates=updates, pending=pending, interval=interval, line=line, last=last)
 
     def _warn_of_loss(self, rows: Rows) -> None:
         """Warn once if a step without a TrainState returns a loss that is not finite. Its author may intend that."""
@@ -214,17 +215,22 @@ class Progress:
         error.step = call.number + self._before
         raise error
 
-    def row(self, sums: Totals, rates: Mapping[str, float]) -> dict[str, Cell]:
+    def row(self, loop: LoopState) -> dict[str, Cell]:
+        """Return the metrics since the last row by their names in the history."""
+        return self._named(metric_queue.means(loop.interval, self._queue.kinds, loop.computed), loop.last)
+
+    def _named(self, values: Mapping[str, float], rates: Mapping[str, float]) -> dict[str, Cell]:
         """Return a step's metrics by their names in the history: ``train_`` stands before what training data gave."""
         row: dict[str, Cell] = {}
-        for name, value in metric_queue.means(sums, self._queue.kinds).items():
+        for name, value in values.items():
             base = metric_queue.base_name(name)
             if base not in _HIDDEN and name not in self.rates:
                 row[name if base in _BARE else f"train_{name}"] = value
         return row | metric_queue.averaged({name: value for name, value in rates.items() if name in self.rates})
 
     def _line(self, call: Call, updates: int, sums: Totals, rates: Mapping[str, float]) -> Logged:
-        numbers = {name: value for name, value in self.row(sums, rates).items() if value is not None}
+        named = self._named(metric_queue.means(sums, self._queue.kinds), rates)
+        numbers = {name: value for name, value in named.items() if value is not None}
         speed, waiting = self._timer.restart()
         return Logged(call.epoch, updates, numbers, speed, waiting)
 
@@ -251,15 +257,9 @@ class Progress:
         """Return the updates per second since the last call."""
         return self._timer.restart_row()
 
-    def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches and measure the time spent waiting for them."""
-        while True:
-            start = time.monotonic()
-            batch = next(batches, _END)
-            self._timer.waited += time.monotonic() - start
-            if batch is _END:
-                return
-            yield batch
+    def waited(self, seconds: float) -> None:
+        """Add to the time that was spent waiting for batches."""
+        self._timer.waited += seconds
 
 
 class _Timer:
@@ -322,3 +322,38 @@ def _check_rates(call: Call, values: Totals) -> None:
             where=f"schedule, epoch {call.epoch + 1}, batch {call.batch + 1}",
             hint="a schedule that stays in [0, inf), past its end too: schedules.warmup_cosine(...)",
         )
+
+
+# --- ensembles --------------------------------------------------------------------------------------------------------
+
+
+def with_best(row: Mapping[str, Cell], monitor: Monitor, members: int) -> dict[str, Cell]:
+    """Add ``val_loss[best]``, the best of ``val_loss[0]``, ``val_loss[1]``, ..., for every metric of a row whose name
+    says if small values are good, and for the monitored one. Of an ensemble of one member, ``val_loss`` is also
+    ``val_loss[0]``.
+
+    Args:
+        row: of the history.
+        monitor: its mode is used for the metric that it monitors.
+        members: of the ensemble; 0 for a program of one model.
+    """
+    found = dict(row)
+    if members == 1:  # whose metrics are vectors of one number, which have the name of a number
+        whole = {name for name in row if f"{name}[0]" not in row and not name.endswith("]")} - {"epoch", "step"}
+        found |= {f"{name}[0]": row[name] for name in row if name in whole}
+    for name in row if members else ():
+        entries = [cell(found.get(f"{name}[{index}]")) for index in range(members)]
+        known = [value for value in entries if value is not None]
+        mode = _mode(name, monitor) if known and not name.endswith("]") else None
+        if mode is not None:
+            found[f"{name}[best]"] = min(known) if mode == "min" else max(known)
+    return found
+
+
+def _mode(name: str, monitor: Monitor) -> stopping.Mode | None:
+    if monitor.metric == f"{name}[best]":
+        return monitor.mode
+    try:
+        return stopping.default_mode(name)
+    except ConfigError:
+        return None
