@@ -133,7 +133,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 NOT_QUICK = {"compile", "slow", "soak", "peer", "cuda"}
 """Marks of tests that compile, take long, or need a peer or a GPU."""
 
-QUICK = ("config", "files", "loop", "metrics", "model", "objective", "optim", "report", "schedules", "sinks", "step")
+QUICK = ("config", "files", "loop", "metrics", "model", "objective", "optim", "report", "sinks", "step")
 """Folders whose other tests are quick, as are those in no folder."""
 
 OF_PROGRAMS = ("test_benchmarks.py", "test_examples.py", "test_first.py", "test_guides.py", "test_huggingface.py")
