@@ -149,7 +149,7 @@ SLOW = (
     "parallel/test_failures.py",
     "test_zoo.py",
 )
-"""Folders and files whose tests wait for inductor or other processes."""
+"""Folders and files whose tests wait for inductor or other processes, as do tests with "inductor" in their name."""
 
 
 def is_quick(item: pytest.Item) -> bool:
@@ -162,7 +162,7 @@ def is_quick(item: pytest.Item) -> bool:
 def is_slow(item: pytest.Item) -> bool:
     tests = Path(__file__).parent
     listed = any(tests / name in (item.path, item.path.parent) for name in SLOW)
-    return listed or item.get_closest_marker("optimized") is not None
+    return listed or "inductor" in item.name or item.get_closest_marker("optimized") is not None
 
 
 def soak_names() -> frozenset[str]:
