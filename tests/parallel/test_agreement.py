@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from rigs.parallel import processes
 
-
 NAN: dict[str, Any] = {"problem": "perceptrons", "batches": "spoilt"}
 SHARD: dict[str, Any] = {"params": "shard", "mesh": {"shard": 2}}
 CASES: list[dict[str, Any]] = [
