@@ -253,7 +253,7 @@ def test_a_step_on_the_packed_form_is_the_same_step(name: str):
     chosen = program(TRANSFORMS[name](), ema=0.9, accumulate=2, precision="64-true")
     state = chosen.init(device="cpu")
     layout = layout_of(chosen, state)
-    steps = chosen.static.steps(layout.form)
+    steps = chosen.static.made.steps(layout.form)
     flat = packed.pack(layout, state)
     for seed in range(5):
         state, metrics = chosen.train_step(state, image_batch(seed=seed))
@@ -276,7 +276,7 @@ def test_a_packed_step_leaves_its_input_alone():
     state = chosen.init(device="cpu")
     layout = layout_of(chosen, state)
     flat = packed.pack(layout, state)
-    ps.testing.assert_pure(chosen.static.steps(layout.form).train_step, flat, vector_batch())
+    ps.testing.assert_pure(chosen.static.made.steps(layout.form).train_step, flat, vector_batch())
 
 
 @pytest.mark.parametrize("donate", [False, True])

@@ -281,6 +281,17 @@ class Steps(NamedTuple):
     flush: Callable[[Any], tuple[Any, Metrics]]
 
 
+class Made(NamedTuple):
+    """Functions that are made of a program's parts besides its steps."""
+
+    steps: Callable[[Form], Steps]  # the same steps for another form of the state
+    gradient: Callable[..., Params] | None = None  # (state, batch) -> of a call, in eager mode, without its update
+    statistics: Callable[..., Any] | None = None  # (state, view) -> step.Statistics, for `refresh_batchnorm`
+    parts: Any = None  # `step.Parts`: the loss as a function of the parameters, for derivatives
+    rewritten: Callable[[Callable[[Any], None]], Program] | None = None  # the program with its modules' copies changed
+    init_with: Callable[[Any], Callable[..., Any]] | None = None  # module -> `init` with the weights of that module
+
+
 class Static(NamedTuple):
     """Constants of a program, for packing, compiling and export."""
 
@@ -292,19 +303,13 @@ class Static(NamedTuple):
     tail: str
     has_ema: bool
     labels: Callable[[Params], Labels] | None  # None: the transform is not elementwise and needs the named tree
-    steps: Callable[[Form], Steps]  # the same steps for another form of the state
-    check: Callable[[torch.device], None]  # raises ConfigError if the device lacks this precision
+    made: Made
     versions: Mapping[str, Any] = MappingProxyType({})  # submodule -> version, from a state_dict's ``_metadata``
     stream: tuple[int, ...] = ()  # as in `Exchange`
     precision: str = "32-true"
     first_share: Callable[[int], float] | None = None  # `ema.Average.first`
     tx: Any = None  # the transform
     module: Any = None  # the weightless module in train mode; not to be changed
-    rewritten: Callable[[Callable[[Any], None]], Program] | None = None  # the program with its modules' copies changed
-    parts: Any = None  # `step.Parts`: the loss as a function of the parameters, for derivatives
-    gradient: Callable[..., Params] | None = None  # (state, batch) -> of a call, in eager mode, without its update
-    statistics: Callable[..., Any] | None = None  # (state, view) -> step.Statistics, for `refresh_batchnorm`
-    init_with: Callable[[Any], Callable[..., Any]] | None = None  # module -> `init` with the weights of that module
     members: int = 0  # of `ensemble`: states are stacked; 0 for a program of one model
     member: Program | None = None  # of `ensemble`: the program of one member
 

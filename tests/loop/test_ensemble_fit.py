@@ -298,8 +298,8 @@ def test_histograms_have_the_gradients_of_all_members(caplog: pytest.LogCaptureF
     assert "no gradients" not in caplog.text
     (shown,) = (event.values for event in found if isinstance(event, ps.events.Histograms))
     assert one.static is not None
-    assert one.static.gradient is not None
-    each = [one.static.gradient(ps.member(state, index), LOADERS["train"][0]) for index in range(MEMBERS)]
+    assert one.static.made.gradient is not None
+    each = [one.static.made.gradient(ps.member(state, index), LOADERS["train"][0]) for index in range(MEMBERS)]
     for name in state.params:
         histogram = shown[f"gradients/{name}"]
         assert histogram.counts.sum() == state.params[name].numel()

@@ -240,7 +240,7 @@ class CompiledStep:
         if layout not in self._steps:
             assert layout is not None
             assert self.static is not None
-            steps: Steps = self.static.steps(layout.form)
+            steps: Steps = self.static.made.steps(layout.form)
             self._steps[layout] = steps.flush if self._flush else steps.train_step
         return self._steps[layout]
 

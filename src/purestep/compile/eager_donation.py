@@ -194,7 +194,7 @@ def donate(program: Program, *, init: bool = False) -> Program:
         hint = "pass the result of ps.program(...); for compiled steps ps.compile_program(program, donate=True)"
         raise ConfigError(f"the program is {what}", where="donate", hint=hint)
     writes = Writes()
-    owning = static.steps(IDENTITY._replace(before_write=writes.begin))
+    owning = static.made.steps(IDENTITY._replace(before_write=writes.begin))
     flush: Any = program.flush
     if static_of(flush) is static:
         flush = DonatedStep(flush, owning.flush, writes, adopts=init)

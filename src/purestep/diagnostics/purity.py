@@ -80,7 +80,7 @@ def closure_of(step: Callable[..., Any]) -> dict[str, Tree]:
     """The tensors of the modules that the objective of a step, or a step of the user's own, reads from its closure or
     globals, one level deep."""
     static = static_of(step)
-    function: Any = step if static is None or static.parts is None else static.parts.objective
+    function: Any = step if static is None or static.made.parts is None else static.made.parts.objective
     found = _modules_of(function)
     if getattr(function, "__module__", "").startswith("purestep."):  # `supervised`, which calls the user's functions
         for inner in _closure(function).values():

@@ -128,20 +128,19 @@ def ensemble(program: Program, members: int, *, batches: Literal["shared", "own"
     def gradient(state: TrainState, batch: Batch) -> Params:
         """The gradients of all members, with a leading dimension for them."""
         assert base.static is not None
-        assert base.static.gradient is not None
-        of_member = base.static.gradient
+        assert base.static.made.gradient is not None
+        of_member = base.static.made.gradient
         return mapped(of_member, mapped.plain(state), batch, name="step", where="train_step")
 
     assert base.static is not None
-    of_one, tail = base.static.steps, base.static.tail
+    of_one, tail = base.static.made.steps, base.static.tail
     steps = _steps_of(mapped, Steps(base.train_step, base.flush), tail)
     static = base.static._replace(
         members=members,
         member=base,
-        steps=lambda form: _steps_of(mapped, of_one(form), tail),
-        rewritten=None,
-        init_with=None,
-        gradient=gradient,
+        made=base.static.made._replace(
+            steps=lambda form: _steps_of(mapped, of_one(form), tail), gradient=gradient, rewritten=None, init_with=None
+        ),
     )
     for function in steps:  # read by compile_step
         vars(function)["static"] = static
@@ -261,7 +260,7 @@ def _init_with(base: Program, module: Any, index: int) -> Callable[..., TrainSta
         ConfigError: it is no module, or has other weights than the program's.
     """
     assert base.static is not None
-    assert base.static.init_with is not None
+    assert base.static.made.init_with is not None
     if not isinstance(module, nn.Module):
         hint = "pass modules of the class that the program was built from; a factory returns one"
         raise ConfigError(f"model {index} is a {type(module).__name__}", where="init", hint=hint)
@@ -275,7 +274,7 @@ def _init_with(base: Program, module: Any, index: int) -> Callable[..., TrainSta
             where="init",
             hint="build every model like the one that the program was built from",
         )
-    return base.static.init_with(module)
+    return base.static.made.init_with(module)
 
 
 # --- the mapped call --------------------------------------------------------------------------------------------------

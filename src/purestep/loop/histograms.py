@@ -36,7 +36,7 @@ def histogram_hook(every: int, program: Program, state: Tree) -> HistogramHook |
     if not isinstance(state, TrainState) or program.static is None:
         hint = "histograms=0, or a callback that computes them"
         raise ConfigError("the step is not that of a program", where="histograms", hint=hint)
-    return HistogramHook(every, program.static.gradient)
+    return HistogramHook(every, program.static.made.gradient)
 
 
 class HistogramHook(CallHook):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from .. import data, parallel, sinks, tree
+from .. import data, parallel, precision, sinks, tree
 from ..compile import plain
 from ..ema import default_view
 from ..errors import ConfigError, DataError, Mismatch, StateError
@@ -281,7 +281,7 @@ def placed(state: Tree, device: str | None, program: Program) -> Tree:
         text = "precision=%r on the CPU, which has no fast float16: steps take several times as long (cure: %r)"
         _log.warning(text, program.static.precision, program.static.precision.replace("16-", "bf16-"))
     if wanted != here and program.static is not None:
-        program.static.check(wanted)
+        precision.check(precision.policy(program.static.precision), wanted)
     leaves = tree.with_paths(state)
     try:
         moved = [leaf.cpu() if is_key(path, leaf) else leaf.to(wanted) for path, leaf in leaves]

@@ -207,7 +207,7 @@ def ended_before(monitor: Monitor, loop: LoopState) -> str | None:
     return reason
 
 
-_WARNED: weakref.WeakSet[Any] = weakref.WeakSet()  # `Static.steps` of programs, which no other program has
+_WARNED: weakref.WeakSet[Any] = weakref.WeakSet()  # `Static.made.steps` of programs, which no other program has
 _TOO_MUCH = 0.05  # share of the first weights in the average, above which it is no average of the end of the run
 
 
@@ -216,11 +216,11 @@ def warn_of_short_average(program: Program, config: FitConfig, feed: data.Feed) 
     static, updates = program.static, planned_updates(program, config, feed)
     if static is None or static.first_share is None or not updates or config.fast_dev_run:
         return
-    if static.steps in _WARNED:
+    if static.made.steps in _WARNED:
         return
     share = static.first_share(updates)
     if share > _TOO_MUCH:
-        _WARNED.add(static.steps)
+        _WARNED.add(static.made.steps)
         _log.warning(
             "the average holds %.0f %% of the first weights after the %d updates of this run, too few for its decay "
             "(cure: ps.program(..., ema=ps.ema.average(%.6g, warmup=True)), or a smaller decay)",

@@ -106,7 +106,7 @@ class _GradientReach:
         # A wrapped step may do more than the program's own.
         self._known = static is not None and static_of(self.step) is static
         if static is not None and self._known:
-            self.step = static.steps(Form(lambda stored: stored, self._collect, self._note_unreached)).train_step
+            self.step = static.made.steps(Form(lambda stored: stored, self._collect, self._note_unreached)).train_step
         self._reached: set[str] = set()  # parameters with a gradient that is not 0, in any call
         self._unreached: frozenset[str] | None = None  # parameters without a path from the loss, in every call
         self._calls = 0

@@ -110,7 +110,7 @@ def distribute(
     inner, splits = static, dict[str, tensor_parallel.Split]()
     if is_synced and mesh.batch_size > 1:
         inner = _changed(inner, batchnorms.synchronize)
-    statistics = inner.statistics  # of whole weights
+    statistics = inner.made.statistics  # of whole weights
     if tensor is not None:
         inner = _changed(inner, tensor_parallel.parallelized(tensor, meshes.axis_mesh("tensor")))
         splits = tensor_parallel.splits(inner.module, mesh.tensor, static.frozen)
@@ -125,12 +125,14 @@ def distribute(
 
     hidden = frozenset(leaf.name for leaves in in_units.values() for leaf in leaves)
     own = _Distributed(program, inner, mesh, layout, splits, hidden, is_seeded=is_synced or bool(in_units))
-    steps = inner.steps(own.form(Form(lambda stored: stored, lambda named: named)))
+    steps = inner.made.steps(own.form(Form(lambda stored: stored, lambda named: named)))
     fixed = static._replace(
-        gradient=own.gradient,
-        statistics=lambda state, view: cast(Any, statistics)(state, view, own.exchange, placement.weights),
+        made=static.made._replace(
+            steps=lambda form: inner.made.steps(own.form(form)),
+            gradient=own.gradient,
+            statistics=lambda state, view: cast(Any, statistics)(state, view, own.exchange, placement.weights),
+        ),
         labels=None if static.labels is None else own.labels,
-        steps=lambda form: inner.steps(own.form(form)),
         stream=own.exchange.stream,
     )
     for function in steps:  # read by compile_step
@@ -274,7 +276,7 @@ def _units(
 
 def _changed(static: Static, change: Callable[[Any], None]) -> Static:
     """The static description of the same program with changed copies of its modules."""
-    return cast(Static, cast(Callable[..., Program], static.rewritten)(change).static)
+    return cast(Static, cast(Callable[..., Program], static.made.rewritten)(change).static)
 
 
 class _Distributed:
@@ -355,7 +357,7 @@ class _Distributed:
 
     def gradient(self, state: TrainState, batch: Batch) -> Params:
         """The whole gradient of all processes' rows; see `Static`."""
-        return self._unsharded(self._inner.gradient(state, batch, self.form(Form(lambda x: x, lambda x: x))))
+        return self._unsharded(self._inner.made.gradient(state, batch, self.form(Form(lambda x: x, lambda x: x))))
 
     def labels(self, params: Params) -> Labels:
         """The transform's labels, apart for parameters in pieces: those of one buffer are treated alike."""

@@ -50,7 +50,7 @@ class Layout(NamedTuple):
 
     @property
     def form(self) -> Form:
-        """The argument of a program's ``static.steps``."""
+        """The argument of a program's ``static.made.steps``."""
         return Form(self.expand, self.collect, self.unreached)
 
     def expand(self, stored: Params) -> Params:

@@ -130,7 +130,7 @@ def parts_for(program: Program, where: str) -> Parts:
         ConfigError: the program is a step of the user's own or an ensemble, or runs on several processes.
     """
     static = program.static
-    if static is None or static.parts is None:
+    if static is None or static.made.parts is None:
         raise ConfigError("the program has no objective to differentiate", where=where, hint="pass a ps.program(...)")
     if static.members:
         raise ConfigError(
@@ -144,7 +144,7 @@ def parts_for(program: Program, where: str) -> Parts:
             where=where,
             hint="pass the program that ps.distribute got, and the state of ps.full(state)",
         )
-    return static.parts
+    return static.made.parts
 
 
 def check_divisible(parts: Parts, where: str) -> None:

@@ -20,7 +20,7 @@ from ..errors import ConfigError
 from ..model import functional, unwrapped, wrappers
 from ..optim import arguments
 from ..state import check_choice, check_count, is_number, known_keywords
-from ..types import Empty, Objective, Program, Static
+from ..types import Empty, Made, Objective, Program, Static
 from .batch_copy import untouched
 from .differentiable import batch_gradient_of, parts_of
 from .gradient import gradients
@@ -152,12 +152,15 @@ def _assembled(spec: Spec, model: nn.Module, own: nn.Module | None) -> Program:
         template = functional.rewritten(spec.template, change)
         return _assembled(spec._replace(template=template, engine="autograd", reach=Reach()), model, own)
 
-    static = _static(spec, _versions(unwrapped(model)))._replace(
-        module=spec.template.train.model,
-        rewritten=rewritten,
+    made = Made(
+        steps=lambda form: steps_of(spec, form),
+        gradient=batch_gradient_of(spec),
+        statistics=functools.partial(Statistics, spec),
         parts=parts_of(spec, lambda gradients: _assembled(spec._replace(gradients=gradients), model, own)),
+        rewritten=rewritten,
         init_with=lambda module: init_of(spec, module, own),
     )
+    static = _static(spec, made, _versions(unwrapped(model)))
     steps = steps_of(spec, IDENTITY)
     for function in steps:  # read by compile_step
         vars(function)["static"] = static
@@ -183,7 +186,7 @@ def _versions(model: nn.Module) -> dict[str, Any]:
     return {name: getattr(module, "_version", None) for name, module in named}
 
 
-def _static(spec: Spec, versions: dict[str, Any]) -> Static:
+def _static(spec: Spec, made: Made, versions: dict[str, Any]) -> Static:
     names = spec.template.names
     return Static(
         trained=names.params,
@@ -194,14 +197,12 @@ def _static(spec: Spec, versions: dict[str, Any]) -> Static:
         tail=spec.tail,
         has_ema=not isinstance(spec.average.init({}, {}), Empty),
         labels=spec.tx.labels if spec.tx.elementwise else None,
-        steps=lambda form: steps_of(spec, form),
+        made=made,
         versions=versions,
-        tx=spec.tx,
-        check=functools.partial(precision_.check, spec.policy),
         precision=spec.policy.name,
         first_share=spec.average.first,
-        gradient=batch_gradient_of(spec),
-        statistics=functools.partial(Statistics, spec),
+        tx=spec.tx,
+        module=spec.template.train.model,
     )
 
 

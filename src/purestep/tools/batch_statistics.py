@@ -55,7 +55,7 @@ def refresh_batchnorm(
         raise StateError(f"the state is a {type(state).__name__}, not a TrainState", where=where, hint="program.init()")
     mesh = ranks.mesh_of(state, where=where, program=program)
     ranks.check_loader(loader, where=name)
-    if program.static is None or program.static.statistics is None:
+    if program.static is None or program.static.made.statistics is None:
         raise ConfigError(
             "the program has no model", where=where, hint="pass the program that ps.program(...) returned"
         )
@@ -67,7 +67,7 @@ def refresh_batchnorm(
             "program, ps.member(state, i), loader) for i in range(members)])",
         )
     stacked.check_single(state, where=where)
-    found = program.static.statistics(state, view)
+    found = program.static.made.statistics(state, view)
     if not found.names:
         return state
     feed = data.open_feed(loader, name=name, seed=int(state.key[0]), repeats=True, mesh=mesh)
