@@ -61,13 +61,11 @@ def run_epoch(
         for batch in data.prefetch(feed.epoch(epoch, start), data.device_of(state), name="train"):
             state, metrics = check_pair(step(state, batch))
             queue.add(None, metrics)
-            for rows in queue.rows(wait=False):
-                metric_queue.add_to(total, rows)
+            queue.add_to(total, wait=False)
     finally:
         if feed is not loader:
             feed.close()
-    for rows in queue.rows(wait=True):
-        metric_queue.add_to(total, rows)
+    queue.add_to(total, wait=True)
     error = halt_error(state)
     if error is not None:
         error.state = before_halt(state)
@@ -150,10 +148,8 @@ def eval_means(
             outputs.add(index, batch, _on_host(gathered))
         if watch is not None:
             watch(batch, result, index)
-        for rows in queue.rows(wait=False):
-            metric_queue.add_to(total, rows)
-    for rows in queue.rows(wait=True):
-        metric_queue.add_to(total, rows)
+        queue.add_to(total, wait=False)
+    queue.add_to(total, wait=True)
     gathered = outputs.joined()
     found = metric_queue.means(total, queue.kinds) | metrics_.compute(gathered)
     return metric_queue.averaged(found) if any(map(metric_queue.ENTRY.fullmatch, gathered)) else found

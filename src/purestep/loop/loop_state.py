@@ -111,10 +111,10 @@ class FitResult(NamedTuple):
     """
 
     state: Tree
-    history: dict[str, list[Any]]  # "epoch", "step", "train_loss", "val_loss", "lr", ...: one entry per row
-    best: dict[str, Any] | None  # {"epoch", <monitor>, "step"}, None without a monitor
-    epochs: int  # completed
-    stop_reason: str  # see above
+    history: dict[str, list[Any]]
+    best: dict[str, Any] | None
+    epochs: int
+    stop_reason: str
     view: str = "params"
     read_best: Callable[[], Tree | None] = _no_state
     recording: tuple[Recording, ...] = ()

@@ -153,6 +153,11 @@ class MetricQueue:
             arrived += _rows(copy)
         return arrived
 
+    def add_to(self, sums: Totals, *, wait: bool) -> None:
+        """Add what is due to the sums, in place; with ``wait``, all."""
+        for rows in self.rows(wait=wait):
+            add_to(sums, rows)
+
 
 def check_devices(calls: Sequence[Metrics], *, where: str) -> None:
     """Check that all totals and weights are on one device, since they are copied together.

@@ -165,20 +165,16 @@ def _metrics(known: Iterable[str]) -> list[str]:
 
 
 def _nearest(metric: str, known: Iterable[str]) -> str:
-    """Return the most similar name. An evaluation's comes first: "loss" means "val_loss" rather than "lr"."""
+    """Return the name with the most similar spelling, else a loss."""
     from ..config import fields  # late: see above
 
-    names = _metrics(known)
-    measured = [name for name in names if not name.startswith("train_")]
-    same = [name for name in measured if name.endswith(f"_{metric}")]
-    # Metrics from gathered outputs are measured in evaluations only: "train_auroc" means "val_auroc".
-    same += [name for name in measured if "_" in metric and name.endswith(f"_{metric.partition('_')[2]}")]
-    loader = [name for name in names if name.startswith(f"{metric.partition('_')[0]}_")]
-    return next(iter(same), fields.nearest(metric, loader or names)) or _likely(loader or known)
+    return fields.nearest(metric, _metrics(known)) or _likely(known)
 
 
 def _likely(known: Iterable[str]) -> str:
-    return next((name for name in sorted(known) if name.endswith("loss")), "val_loss")
+    """Return the name of a loss, of an evaluation if there is one."""
+    names = sorted(known, key=lambda name: (name.startswith("train_"), name))
+    return next((name for name in names if name.endswith("loss")), "val_loss")
 
 
 # --- limits -----------------------------------------------------------------------------------------------------------
