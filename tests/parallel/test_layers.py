@@ -132,6 +132,7 @@ def test_a_plan_with_a_frozen_layer_is_refused() -> None:
         assert re.match(r"distribute: 1\.up\.\w+ is frozen, .*cure: leave the layer out", each.value), each.value
 
 
+@pytest.mark.slow
 def test_units_need_less_memory_than_the_whole_parameters() -> None:
     found = processes.run("rigs.parallel.cases:peaks_with_and_without", 2, timeout=240)[0].value
     with_units, without = found
