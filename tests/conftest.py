@@ -142,11 +142,17 @@ OF_PROGRAMS = ("test_benchmarks.py", "test_examples.py", "test_first.py", "test_
 SLOW = (
     "compile/cpu",
     "compile/test_aliasing.py",
+    "compile/test_inductor_fixes.py",
+    "compile/test_mixed_reductions.py",
+    "compile/test_philox.py",
     "compile/test_ensemble_compiled.py",
     "compile/test_launch.py",
     "compile/test_draws.py",
     "compile/test_surroundings.py",
     "parallel/test_failures.py",
+    "parallel/test_hostile.py",
+    "test_examples.py",
+    "test_first.py",
     "test_zoo.py",
 )
 """Folders and files whose tests wait for inductor or other processes, as do tests with "inductor" in their name."""

@@ -4,34 +4,18 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib.util
 import json
 import os
 import re
 import signal
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+from shipped import EXAMPLES, load
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 FILES = sorted(path for path in EXAMPLES.glob("*.py") if path.name != "first.py")
 """All but the script of README, whose output `test_first.py` compares."""
-
-
-def load(name: str) -> ModuleType:
-    """An example as a module; importing it trains nothing."""
-    if name == "lora":
-        pytest.importorskip("peft", reason="peft is in the extra purestep[hf]")
-    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look their annotations up
-    spec.loader.exec_module(module)
-    return module
 
 
 def run(name: str, tmp_path: Path, **fields: Any) -> float:

@@ -13,6 +13,7 @@ from email.message import Message
 from pathlib import Path
 
 import pytest
+from rigs.parallel.processes import once
 
 import purestep as ps
 
@@ -25,10 +26,14 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of an sdist and a wheel, built without a network."""
     for name in ("hatchling", "hatch_fancy_pypi_readme"):
         pytest.importorskip(name, reason=f"{name} is not installed: pip install 'purestep[test]'")
-    folder = tmp_path_factory.mktemp("dist")
-    command = [sys.executable, "-m", "hatchling", "build", "-d", str(folder)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
-    return folder
+
+    def build() -> str:
+        folder = tmp_path_factory.mktemp("dist")
+        command = [sys.executable, "-m", "hatchling", "build", "-d", str(folder)]
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
+        return str(folder)
+
+    return Path(once(tmp_path_factory, "dist", build))
 
 
 @pytest.fixture(scope="module")

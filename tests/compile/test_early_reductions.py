@@ -123,6 +123,7 @@ def test_nothing_reads_the_logits_once_their_gradient_is_there(objective: str, l
     assert all(fx_passes.size(node.args[1]) == 1 for node in held)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("through", ["native code", "the front door"])
 @pytest.mark.parametrize("objective", ["and accuracy"])
 def test_numbers_are_those_of_eager(objective: str, through: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,6 +140,7 @@ def test_numbers_are_those_of_eager(objective: str, through: str, monkeypatch: p
     torch.testing.assert_close(state.params["weight"], other.params["weight"], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_fixed", [True, False])
 def test_without_it_a_metric_of_the_logits_takes_memory_of_their_size(
     is_fixed: bool, monkeypatch: pytest.MonkeyPatch

@@ -90,6 +90,7 @@ def test_the_gradient_is_in_the_memory_of_the_logits(
 
 
 @pytest.mark.usefixtures("cpu_plugin")
+@pytest.mark.slow
 def test_a_step_needs_the_memory_of_one_tensor_of_logits(in_place: list[str]) -> None:
     """In a thread of its own, whose memory is new; and the numbers are those of the eager step."""
     made = program()

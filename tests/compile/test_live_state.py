@@ -192,6 +192,7 @@ def test_fit_flushes_with_a_flush_of_ones_own_at_the_end_of_each_epoch(compile: 
     assert {name: float(value) for name, value in summed.state.items()} == {"sum": 0.0, "out": 12.0}
 
 
+@pytest.mark.slow
 def test_a_context_that_is_part_of_the_state_is_read_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     net = nn.Linear(40, 50, bias=False)
     made = ps.program(net, ps.supervised(nn.MSELoss()), optim.sgd(0.1))

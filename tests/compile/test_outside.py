@@ -360,6 +360,7 @@ def test_a_step_that_writes_them_is_refused(how: str, backend: str) -> None:
     assert count.tolist() == [0, 0]
 
 
+@pytest.mark.slow
 def test_literals_stay_constants() -> None:
     def objective(model: Any, x: Tensor) -> ps.Loss:
         weights = torch.tensor([0.5, 1.0, 2.0])

@@ -52,9 +52,19 @@ GATHERED: list[dict[str, Any]] = [
 ]
 
 
+ALL = SYNCED + AVERAGED + SPLIT + GATHERED
+
+
 @pytest.fixture(scope="module")
-def results() -> list[dict[str, Any]]:
-    return processes.run("rigs.parallel.cases:steps", 2, args=[SYNCED + AVERAGED], timeout=150)[0].value
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Of all cases for two processes, which are started once."""
+
+    def compute() -> list[dict[str, Any]]:
+        return processes.run("rigs.parallel.cases:steps", 2, args=[ALL], timeout=240)[0].value
+
+    found = processes.once(tmp_path_factory, "layers", compute)
+    assert len(found) == len(ALL)
+    return found
 
 
 @pytest.mark.parametrize("index", range(len(SYNCED)), ids=lambda index: str(SYNCED[index]))
@@ -64,7 +74,7 @@ def test_synchronized_statistics_equal_one_process(results: list[dict[str, Any]]
 
 
 def test_averaged_statistics_are_other_ones(results: list[dict[str, Any]]) -> None:
-    assert 1e-6 < results[-1]["far"] < 1.0
+    assert 1e-6 < results[len(SYNCED)]["far"] < 1.0
 
 
 def test_batch_normalization_has_no_default() -> None:
@@ -90,8 +100,8 @@ def test_a_layer_with_its_own_forward_cannot_be_synchronized() -> None:
         ps.distribute(program, ps.parallel.Mesh(data=2), batchnorm="sync")
 
 
-def test_tensor_parallel_equals_one_process() -> None:
-    found = processes.run("rigs.parallel.cases:steps", 2, args=[SPLIT], timeout=150)[0].value
+def test_tensor_parallel_equals_one_process(results: list[dict[str, Any]]) -> None:
+    found = results[len(SYNCED + AVERAGED) : -len(GATHERED)]
     for one in found:
         assert one["far"] < 1e-13, one
     assert found[0]["rest"] < 0.6 * found[0]["total"]
@@ -103,8 +113,8 @@ def test_tensor_parallel_with_other_axes() -> None:
         assert one["far"] < 1e-13, one
 
 
-def test_units_equal_one_process() -> None:
-    for one in processes.run("rigs.parallel.cases:steps", 2, args=[GATHERED], timeout=150)[0].value:
+def test_units_equal_one_process(results: list[dict[str, Any]]) -> None:
+    for one in results[-len(GATHERED) :]:
         assert one["far"] < 1e-14, one
 
 
@@ -122,6 +132,7 @@ def test_a_plan_with_a_frozen_layer_is_refused() -> None:
         assert re.match(r"distribute: 1\.up\.\w+ is frozen, .*cure: leave the layer out", each.value), each.value
 
 
+@pytest.mark.slow
 def test_units_need_less_memory_than_the_whole_parameters() -> None:
     found = processes.run("rigs.parallel.cases:peaks_with_and_without", 2, timeout=240)[0].value
     with_units, without = found

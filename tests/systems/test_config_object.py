@@ -12,7 +12,7 @@ import pydantic
 import pytest
 import torch
 from helpers import assert_trees_close, tiny_mlp, vector_batch
-from test_examples import load
+from shipped import load
 from torch import Tensor, nn
 
 import purestep as ps

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import assert_trees_close, image_batch, tiny_convnet, tiny_mlp, vector_batch
-from test_examples import EXAMPLES, load
+from shipped import EXAMPLES, load
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 

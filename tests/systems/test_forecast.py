@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import assert_trees_close
-from test_examples import load
+from shipped import load
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode

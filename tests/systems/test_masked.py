@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers import assert_trees_close, tiny_convnet
 from pydantic import ValidationError
-from test_examples import load
+from shipped import load
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR

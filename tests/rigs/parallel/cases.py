@@ -349,9 +349,9 @@ def evaluations(compiled: dict[str, Any] | None) -> float:
 
 
 class Wide(nn.Module):
-    """About 150 MiB in float32, of which all but a thousandth is in blocks."""
+    """About 80 MiB in float32, of which all but a thousandth is in blocks."""
 
-    def __init__(self, width: int = 560, count: int = 16) -> None:
+    def __init__(self, width: int = 400, count: int = 16) -> None:
         super().__init__()
         self.first = nn.Linear(8, width)
         self.blocks = nn.ModuleList(
@@ -396,7 +396,7 @@ def peaks(units: list[str]) -> dict[str, float]:
     objective = ps.supervised(nn.MSELoss())
     whole = ps.program(net, objective, optim.sgd(1e-3))
     total = sum(leaf.numel() * leaf.element_size() for leaf in net.parameters())
-    (batch,) = placed([[torch.randn(4, 8), torch.randn(4, 560)]])
+    (batch,) = placed([[torch.randn(4, 8), torch.randn(4, 400)]])
     with ps.parallel.start(timeout=90, shard=2) as mesh:
         program = ps.distribute(whole, mesh, params="shard", units=units)
         state = program.init(seed=0)
