@@ -115,8 +115,7 @@ def distribute(
         inner = _changed(inner, tensor_parallel.parallelized(tensor, meshes.axis_mesh("tensor")))
         splits = tensor_parallel.splits(inner.module, mesh.tensor, static.frozen)
     dims = {name: split.dim for name, split in splits.items() if split.dim >= 0}
-    whole = program.init(device="meta")
-    layout = placement.layout_of(whole, is_cut, mesh.shard, mesh.data, tensor=mesh.tensor, dims=dims)
+    layout = placement.layout_of(program.init(device="meta"), is_cut, mesh, dims)
     if static.tx.elementwise and not all(leaf.is_whole for leaf in layout.leaves):
         _check_elementwise(static.tx, layout.leaves)
     in_units = blocks.leaves_of(unit_names, layout.leaves, static.ties)

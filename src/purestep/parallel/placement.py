@@ -111,10 +111,7 @@ def of(layout: Layout) -> Placement:
 def layout_of(
     whole: TrainState,
     is_cut: Callable[[str], bool],
-    width: int,
-    data: int,
-    *,
-    tensor: int = 1,
+    mesh: meshes.Mesh,
     dims: Mapping[str, int] = MappingProxyType({}),
 ) -> Layout:
     """Plan the pieces of a state.
@@ -123,13 +120,11 @@ def layout_of(
         whole: the state of one process; its tensors may be on the meta device.
         is_cut: whether the parameter of a name is cut. If none is, every process accumulates its own gradients, which
             are summed when the window closes.
-        width: processes that hold pieces.
-        data: processes that hold the same pieces.
-        tensor: processes that hold parts of the parameters in ``dims``.
+        mesh: of the processes.
         dims: name of a parameter -> the dimension that is cut over the axis "tensor".
     """
     leaves = tuple(
-        Leaf(name, tuple(value.shape), _order(value), is_cut(name) and width > 1, dims.get(name, -1))
+        Leaf(name, tuple(value.shape), _order(value), is_cut(name) and mesh.shard > 1, dims.get(name, -1))
         for name, value in whole.params.items()
     )
     shapes = {leaf.name: leaf.shape for leaf in leaves if not leaf.is_whole}
@@ -145,7 +140,7 @@ def layout_of(
             paths.append((path, name))
         if sums_once and path.startswith("accum/grads/"):
             summands.append(path)
-    return Layout(width, data, leaves, tuple(paths), tuple(summands), tensor)
+    return Layout(mesh.shard, mesh.data, leaves, tuple(paths), tuple(summands), mesh.tensor)
 
 
 def _endings(path: str) -> list[str]:
