@@ -145,7 +145,6 @@ def test_a_number_that_is_not_finite_by_hand_is_no_row_of_the_comparison() -> No
     assert row.ways["eager"].startswith("not finite by hand")
 
 
-@pytest.mark.optimized
 @pytest.mark.usefixtures("cpu_plugin")
 def test_native_code_that_is_given_up_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "compiled", lambda *_, **__: 1 / 0)

@@ -585,6 +585,7 @@ class Shifted(nn.Module):
         return ((self.scale + 2 * self.shift) * x).square()
 
 
+@pytest.mark.slow
 @pytest.mark.compile
 @pytest.mark.parametrize("where", ["params/scale", "frozen/shift"])
 @pytest.mark.parametrize("donate", [False, True, "init"])
@@ -1068,6 +1069,7 @@ def train_on_unlike_batches() -> int:
     return step.graphs
 
 
+@pytest.mark.slow
 @pytest.mark.compile
 def test_a_batch_of_another_kind_gets_another_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     assert train_on_unlike_batches() == 4

@@ -147,6 +147,7 @@ def assert_compiled_trains_as_eager(nets: dict[str, nn.Module], batch: Any, keep
     assert_trees_close(found.params, expected.params, rtol=0.0, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "chosen", [ONCE, pytest.param([name for name in NORMS if name not in ONCE], marks=pytest.mark.soak)]
 )

@@ -7,9 +7,6 @@ from typing import Any
 import pytest
 from rigs.parallel import processes
 
-import purestep as ps
-from purestep.parallel import host
-
 NAN: dict[str, Any] = {"problem": "perceptrons", "batches": "spoilt"}
 SHARD: dict[str, Any] = {"params": "shard", "mesh": {"shard": 2}}
 CASES: list[dict[str, Any]] = [
@@ -38,8 +35,3 @@ def test_an_overflow_on_one_process_skips_the_update_of_all(params: str, sizes: 
     assert first["digests"][1] == first["digests"][0]
     assert first["scales"][1] == first["scales"][0] / 2
     assert first["updates"][-1] > after
-
-
-def test_a_mesh_that_is_closed_agrees_on_nothing():
-    with pytest.raises(ps.errors.RankError, match=r"the mesh of 2 processes is closed.*with ps\.parallel\.start"):
-        host.Peers(0, 2).first(lambda: 3)

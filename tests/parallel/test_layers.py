@@ -180,7 +180,7 @@ def _total_norm(updates: Any) -> torch.Tensor:
     [
         (_total_norm, True, True),
         (lambda updates: next(iter(updates.values())).mean(), True, True),
-        (ps.optim.global_norm, True, False),
+        (ps.optim.global_norm, True, True),
         (_total_norm, False, False),
     ],
 )
@@ -189,7 +189,7 @@ def test_a_transform_that_sums_by_itself_is_refused(norm: Any, elementwise: bool
     program = ps.program(torch.nn.Linear(4, 2), ps.supervised(torch.nn.MSELoss()), rule)
     mesh = ps.parallel.Mesh(shard=2)
     if is_refused:
-        with pytest.raises(ps.errors.ConfigError, match=r"says that it is elementwise.*optim.global_norm"):
+        with pytest.raises(ps.errors.ConfigError, match=r"says that it is elementwise.*set elementwise=False"):
             ps.distribute(program, mesh, params="shard")
     else:
         ps.distribute(program, mesh, params="shard")

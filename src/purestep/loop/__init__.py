@@ -16,7 +16,7 @@ nonfinite_steps   states that stopped at a number that is not finite
 purity_check      a check of the first calls
 call_hooks        what settings of `fit` record at each call:
 recorder  histograms  profiling                      the last batches; histograms; a trace of `torch.profiler`
-processes  ranks                                     what is decided between two calls, by one process or several
+decisions  ranks                                     what is decided between two calls, by one process or several
 evaluate                                             `run_epoch`, `evaluate`
 
 The path of a batch, from a DataLoader with indices to the step: `fit` takes it by ``next``, each file from the next::
@@ -35,7 +35,7 @@ For other loaders data/iterable takes the place of the last two. From the step b
 The path of a snapshot::
 
     fit                            asks between two calls (`_decide`), and at a boundary (`_boundary`)
-    processes                      `Decisions.is_due`: of several processes, by one clock
+    decisions                      `Decisions.is_due`: of several processes, by one clock
     saving                         `Checkpointer`: is this call saved? adds `LoopState` and the feed's position
     snapshot/snapshots             the policy, and one save at a time
     snapshot/staging               copies the state to the host

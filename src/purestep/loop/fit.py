@@ -29,11 +29,11 @@ from ..types import Metrics, Program, Tree
 from . import (
     accounting,
     call_hooks,
+    decisions,
     environment,
     inputs,
     nonfinite_steps,
     policy,
-    processes,
     ranks,
     resume,
     train_call,
@@ -137,7 +137,7 @@ def fit(
         stack.enter_context(environment.applied(settings, data.device_of(run.state)))
         feeds = inputs.open_feeds(loaders, settings, ready, inputs.seed_of(run.state), mesh)
         stack.callback(feeds.close)
-        processes.check_alike(mesh, lambda: {"snapshots": "None" if snapshots is None else "a directory"})
+        decisions.check_alike(mesh, lambda: {"snapshots": "None" if snapshots is None else "a directory"})
         store, owned = resume.open_snapshots(snapshots, settings)
         if store is not None and owned:
             stack.callback(store.close)
@@ -176,7 +176,7 @@ class _Run:
         """Take the state and the position of an interrupted run, if there is one, and open the other parts."""
         if config.record and mesh is not None:
             raise ConfigError("record keeps the batches of one process alone", where="fit", hint="record=0")
-        processes.check_alike(mesh, lambda: processes.facts_of(self.state, program, config, feeds))
+        decisions.check_alike(mesh, lambda: decisions.facts_of(self.state, program, config, feeds))
         self.config, self.feeds, self.callbacks = config, feeds, callbacks
         self.view = inputs.view_to_evaluate(self.state, config)
         self.monitor = policy.monitor(config, feeds.evaluation, feeds.train.count)
@@ -191,13 +191,13 @@ class _Run:
         self.call = train_call.train_call(self.eager, program, self.state, config)
         if snapshots is not None and self.monitor.metric is not None:
             snapshots.track(self.monitor.metric, mode=self.monitor.mode)
-        processes.check_alike(mesh, lambda: processes.place_of(loop))
+        decisions.check_alike(mesh, lambda: decisions.place_of(loop))
         intervals = {name: 1.0 if config.fast_dev_run else config.interval(name) for name in feeds.evaluation}
         self.schedule = EvalSchedule(intervals, feeds.train, window)
         self.accounting = accounting.opened(config.log_every, self.state, loop)
         self.checkpointer = Checkpointer(snapshots, feeds.train, saved=saved)
         self.best_state = BestState(self.monitor.kept_by(snapshots), config.resume)
-        self.decisions = processes.opened(mesh, signals, self.checkpointer, self.accounting, config, feeds.train)
+        self.decisions = decisions.opened(mesh, signals, self.checkpointer, self.accounting, config, feeds.train)
         rank = 0 if mesh is None else mesh.rank
         self.hooks = call_hooks.opened(config, self.eager, self.state, loop, snapshots, rank=rank)
         if not self.is_resumed:
@@ -395,7 +395,7 @@ class _Run:
         self.state = nonfinite_steps.halt_spoilt(self.state)
         error, window = nonfinite_steps.without_written(error, self.accounting.window(error.step or 0))
         frozen = nonfinite_steps.before_halt(self.state)
-        return self.decisions.explained(error, frozen, window, self.eager, self.feeds.train)
+        return nonfinite_steps.explain(error, frozen, window, self.eager, self.feeds.train)
 
     def _evaluate(self, state: Tree, loop: LoopState, name: str) -> dict[str, float]:
         """Evaluate a loader; return its means with its name before theirs."""

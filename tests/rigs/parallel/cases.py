@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 import purestep as ps
 from purestep import optim, tree
+from purestep.optim import fused
 from purestep.parallel import collectives
 from purestep.step import exchange
-from purestep.torch_ext import foreach
 from purestep.types import Share
 
 from .processes import DEVICE
@@ -264,7 +264,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     # Each process clips by the norm of its own pieces.
     "local norm": lambda: mock.patch.object(collectives, "all_reduce", _unsummed),
     # Nothing is exchanged.
-    "alone": lambda: mock.patch("purestep.parallel.placement.summed", lambda values, axis: values),
+    "alone": lambda: mock.patch("purestep.parallel.placement.all_reduced", lambda values, axis: values),
 }
 
 
@@ -306,7 +306,7 @@ def steps(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
             if fault is not None:
                 stack.enter_context(FAULTS[fault]())
             counts = stack.enter_context(counted())
-            kernel = stack.enter_context(mock.patch.object(foreach, "adam_", wraps=foreach.adam_))
+            kernel = stack.enter_context(mock.patch.object(fused, "launch", wraps=fused.launch))
             state, metrics = trained(program, [share(batch, mesh, kind) for batch in examples], compiled=compiled)
             counts = dict(counts)
             far, path = difference(ps.full(state), expected)

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 
 import purestep as ps
 from purestep import events, optim, tree
-from purestep.loop import processes as processes_
+from purestep.loop import decisions as decisions_
 from purestep.snapshot import snapshots as snapshots_
 from purestep.types import Share
 
@@ -97,7 +97,7 @@ def rows_of(batch: Any) -> list[int]:
 
 
 def gathered(value: Any) -> list[Any]:
-    return ps.parallel.agreement.gathered(value)
+    return ps.parallel.processes.gathered(value)
 
 
 def everything(folder: str) -> dict[str, Any]:
@@ -108,6 +108,8 @@ def everything(folder: str) -> dict[str, Any]:
         "decisions": decisions(folder),
         "errors": errors(),
         "troubles": troubles(f"{folder}/troubles"),
+        "open window": open_window(folder),
+        "limited": limited(),
         "going on": going_on(f"{folder}/on"),
         "exact": exact(),
     }
@@ -250,7 +252,7 @@ def decisions(folder: str) -> dict[str, Any]:
 
         def late(event: Any) -> None:
             clock = mock.Mock(monotonic=lambda: time.monotonic() + 1e9)
-            for module in (processes_, snapshots_):
+            for module in (decisions_, snapshots_):
                 stack.enter_context(mock.patch.object(module, "time", clock))
 
         def broken(event: Any) -> None:
@@ -418,9 +420,7 @@ def gone(how: str, rank: int) -> list[Any]:
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "hang":
-            with contextlib.suppress(RuntimeError):  # until the first process is gone, with the store
-                while not ps.parallel.mesh.current().store.check(["never"]):
-                    time.sleep(0.05)
+            time.sleep(8)  # longer than the timeout of the others
             os._exit(3)
         raise ValueError("of this process alone")
 
@@ -478,13 +478,69 @@ def troubles(folder: str) -> dict[str, Any]:
     return found
 
 
+def open_window(folder: str) -> list[list[Any]]:
+    """A gradient, not a loss, that is not finite in one process in a window that is open at a snapshot: the message and
+    the end, here and in one process alone."""
+
+    def steep(output: Tensor, rows: Tensor) -> Tensor:
+        return (output[:, 0].square() * (rows != 21)).sqrt().mean()  # row 21: the gradient of sqrt(0) is not finite
+
+    x, _ = dataset().tensors
+    data = [(x[start : start + 8], x[start : start + 8, 0].long()) for start in range(0, ROWS, 8)]
+
+    def end(mesh: Any) -> list[Any]:
+        torch.manual_seed(0)
+        one = ps.program(Net().double().to(DEVICE), ps.supervised(steep), optim.sgd(1e-2), accumulate=5)
+        one = one if mesh is None else ps.distribute(one, mesh)
+        name = f"{folder}/open {os.environ.get('RANK') if mesh is None else ''}"
+        often = ps.Snapshots(name, every_epochs=None, every_seconds=1e-6)
+        try:
+            fit(one, data, epochs=1, snapshots=often)
+        except ps.errors.NonFiniteError as error:
+            return [str(error).partition(";")[0], int(error.result.state.step)]
+        finally:
+            often.close()
+        return ["returned", 0]
+
+    with ps.parallel.start(timeout=60) as mesh:
+        found = gathered(end(mesh))
+        rank = mesh.rank
+    with alone(), mock.patch.dict(os.environ, {"RANK": str(rank)}):
+        os.environ.pop("WORLD_SIZE", None)
+        return [*found, end(None)]
+
+
+def limited() -> list[list[Any]]:
+    """The numbers of a run whose epochs are cut, and are evaluated in the middle; here and in one process alone."""
+    data = list(loader(shuffle=False))
+    how: dict[str, Any] = {"limit_batches": {"train": 4}, "evaluate_every": 0.5, "epochs": 1}
+
+    def end(one: ps.Program, train: Any) -> list[Any]:
+        result = fit(one, {"train": train, "val": data[:1]}, **how)
+        return [int(result.state.step), result.history["step"], float(ps.full(result.state).params["up.bias"].sum())]
+
+    with ps.parallel.start(timeout=60) as mesh:
+        one = ps.distribute(program(), mesh)
+        found = [end(one, data), end(one, ps.parallel.sharded(data, rows=True)), end(one, loader(shuffle=False))]
+        found = [one for each in gathered(found) for one in each]
+    with alone():
+        return [end(program(), data), *found]
+
+
 # --- restarts ---------------------------------------------------------------------------------------------------------
 
 
 def train(
-    folder: str, mode: str, epochs: int, kills: dict[str, list[int]], sizes: dict[str, int], pause: float = 0.0
+    folder: str,
+    mode: str,
+    epochs: int,
+    kills: dict[str, list[int]],
+    sizes: dict[str, int],
+    pause: float = 0.0,
+    how: str = "kill",
 ) -> None:
-    """A run that is killed: in life n of torchrun, process ``kills[n][0]`` ends by SIGKILL in its call kills[n][1].
+    """A run that is killed: in life n of torchrun, process ``kills[n][0]`` ends in its call ``kills[n][1]``:
+    by SIGKILL, or with ``how="raise"`` by an error.
 
     Every process appends (time, epoch, batch, rows) of each call to a file ``log-``, and writes the time when it is
     killed into ``kill-``, and when it hears of it into ``heard-``.
@@ -503,6 +559,8 @@ def train(
                     file.write(json.dumps([time.time(), event.epoch, event.batch_index, rows_of(event.batch)]) + "\n")
                 if kills.get(life) == [mesh.rank, calls[0]]:
                     Path(folder, f"kill-{life}").write_text(str(time.time()))
+                    if how == "raise":
+                        raise ValueError("of this process alone")
                     os.kill(os.getpid(), signal.SIGKILL)
 
         snapshots = ps.Snapshots(f"{folder}/run", every_steps=2)

@@ -58,7 +58,7 @@ def outcome(*, inside: Callable[[], None] = lambda: None, **options: Any) -> lis
     begun = time.monotonic()
     try:
         with ps.parallel.start(timeout=TIMEOUT, **options):
-            text = f"processes {ps.parallel.agreement.gathered(os.environ['PROCESS'])}"
+            text = f"processes {ps.parallel.processes.gathered(os.environ['PROCESS'])}"
             inside()
     except ps.errors.PurestepError as error:
         text = f"{type(error).__name__}: {error}"

@@ -7,6 +7,7 @@ import os
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -114,29 +115,40 @@ def read(root: str, kind: str) -> str:
         return digest(ps.full(found.state))
 
 
-def tensor_parallel(root: str) -> list[str]:
-    """Save and restore parts of layers; the digests of the whole before and after, and of one process that reads."""
+def tensor_parallel(root: str) -> dict[str, Any]:
+    """Save and restore parts of layers, and with four processes pieces of them: the digests of the whole before and
+    after, that of one process that reads, and the largest number of numbers that a process has written."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
     def made() -> ps.Program:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)).to(DEVICE)
-        return ps.program(model, ps.supervised(nn.MSELoss()), optim.adamw(1e-2), ema=0.9)
+        model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4), nn.Linear(4, 4)).to(DEVICE)
+        return ps.program(model, ps.supervised(nn.MSELoss()), optim.adamw(1e-2), ema=0.9, accumulate=2)
 
-    with ps.parallel.start(timeout=60, tensor=2) as mesh:
-        own = ps.distribute(made(), mesh, tensor={"0": ColwiseParallel(), "2": RowwiseParallel()})
+    shard = int(os.environ["WORLD_SIZE"]) // 2
+    with ps.parallel.start(timeout=60, shard=shard, tensor=2) as mesh:
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        own = ps.distribute(made(), mesh, params="shard" if shard > 1 else "replicate", tensor=plan)
         assert own.init is not None
         state = own.init(seed=3)
-        state, _ = own.train_step(state, (torch.ones(3, 4, device=DEVICE), torch.zeros(3, 4, device=DEVICE)))
-        with ps.Snapshots(root) as snapshots:
+        batch = torch.arange(12.0, device=DEVICE).reshape(3, 4), torch.zeros(3, 4, device=DEVICE)
+        for _ in range(3):  # a window is open
+            state, _ = own.train_step(state, ps.parallel.share(batch, mesh) if shard > 1 else batch)
+        gathers = mock.patch.object(placement, "unsharded", mock.Mock(side_effect=AssertionError("gathers all")))
+        with gathers, ps.Snapshots(root) as snapshots:
             snapshots.save(1, state)
+            written = sum(buffer.numel() for buffer in snapshots._buffers.values())
             snapshots.wait()
             found = snapshots.restore(own.init(seed=5)).state
         assert ps.tree.flatten(found)[1] == ps.tree.flatten(state)[1]
+        for (path, leaf), like in zip(ps.tree.with_paths(found), ps.tree.leaves(state), strict=True):
+            assert (leaf.shape, leaf.dtype, leaf.stride()) == (like.shape, like.dtype, like.stride()), path
         digests = [digest(ps.full(state)), digest(ps.full(found))]
     plain = made()
     assert plain.init is not None
-    return [*digests, digest(ps.Snapshots(root, writer=False).restore(plain.init()).state)]
+    whole = ps.Snapshots(root, writer=False).restore(plain.init()).state
+    size = sum(leaf.numel() for leaf in ps.tree.leaves(whole))
+    return {"digests": [*digests, digest(whole)], "share": written / size}
 
 
 # --- faults: a small state, made by hand ------------------------------------------------------------------------------
@@ -145,7 +157,7 @@ def tensor_parallel(root: str) -> list[str]:
 def small(value: int, mesh: ps.parallel.Mesh) -> ps.TrainState:
     """This process's part of a state whose numbers are all ``value``."""
     whole = small_whole(value)
-    layout = placement.layout_of(whole, lambda name: name != "b", mesh.shard, mesh.data, sums_once=False)
+    layout = placement.layout_of(whole, lambda name: name != "b", mesh.shard, mesh.data)
     return placement.part(layout, whole) if mesh.size > 1 else whole
 
 
@@ -198,6 +210,7 @@ def disagree(root: str) -> list[str]:
             expect(errors.SnapshotError, "exists already", again)
             for point, action in (
                 ("copy", "MemoryError"),
+                ("copy", "RuntimeError"),
                 ("stage", "ENOSPC"),
                 ("sync", "EIO"),
                 ("digest", "RuntimeError"),

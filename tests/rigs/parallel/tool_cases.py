@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import time
 from collections.abc import Callable
@@ -59,14 +60,14 @@ def threads_left(folder: str, kind: str) -> list[int]:
         return sum("gloo" in (task / "comm").read_text() for task in tasks)
 
     importlib.import_module("torch.distributed.nn.functional")
-    own = None
     if kind == "user":
         dist.init_process_group("gloo")
-        own = dist.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
         dist.barrier()
         time.sleep(0.3)  # until its threads have their names
     before = count()
-    with ps.parallel.start(timeout=60, device_mesh=own) as mesh:
+    environment = alone() if kind == "user" else contextlib.nullcontext()  # torchrun's variables are not read then
+    with environment, ps.parallel.start(timeout=60) as mesh:
+        assert mesh.size == 2
         program = ps.distribute(fitting.program(), mesh)
         fitting.fit(program, epochs=1, snapshots=folder)
         held = mesh.device_mesh if kind == "hold" else None

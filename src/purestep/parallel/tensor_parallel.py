@@ -6,7 +6,7 @@ import fnmatch
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..errors import ConfigError
 from ..types import Params
@@ -15,7 +15,7 @@ Plan = Mapping[str, Any]
 _WHERE = "distribute"
 
 
-class Spread(NamedTuple):
+class Split(NamedTuple):
     """A parameter that is a DTensor inside of a step."""
 
     placement: Any  # torch.distributed.tensor.Shard or Replicate
@@ -63,7 +63,7 @@ def parallelized(plan: Plan, device_mesh: Any) -> Callable[[nn.Module], None]:
     return change
 
 
-def spreads(module: nn.Module, count: int, frozen: Collection[str]) -> dict[str, Spread]:
+def splits(module: nn.Module, count: int, frozen: Collection[str]) -> dict[str, Split]:
     """The parameters of a parallelized module that are DTensors, by name.
 
     Args:
@@ -76,7 +76,7 @@ def spreads(module: nn.Module, count: int, frozen: Collection[str]) -> dict[str,
     """
     from torch.distributed.tensor import DTensor
 
-    found: dict[str, Spread] = {}
+    found: dict[str, Split] = {}
     for name, value in module.named_parameters():
         if not isinstance(value, DTensor):
             continue
@@ -87,40 +87,36 @@ def spreads(module: nn.Module, count: int, frozen: Collection[str]) -> dict[str,
                 hint="leave the layer out of tensor={...}; or train it with updates of 0, by optim.chain(tx, "
                 "optim.freeze(...)), in place of requires_grad_(False)",
             )
-        spread = Spread(value.placements[0], value.shape, tuple(value.stride()))
-        if spread.dim >= 0 and value.shape[spread.dim] % count:
+        split = Split(value.placements[0], value.shape, tuple(value.stride()))
+        if split.dim >= 0 and value.shape[split.dim] % count:
             raise ConfigError(
-                f"dimension {spread.dim} of {name} has {value.shape[spread.dim]} entries, which {count} processes "
+                f"dimension {split.dim} of {name} has {value.shape[split.dim]} entries, which {count} processes "
                 "cannot divide into equal parts",
                 where=_WHERE,
                 hint="choose a size that the axis tensor divides, or leave the layer out of the plan",
             )
-        found[name] = spread
+        found[name] = split
     return found
 
 
-def joined(named: Params, spreads: Mapping[str, Spread], device_mesh: Any) -> Params:
+def as_dtensors(named: Params, splits: Mapping[str, Split], device_mesh: Any) -> Params:
     """DTensors of parts, without communication; other tensors are returned as they are."""
     from torch.distributed.tensor import DTensor
 
-    def one(name: str, value: Tensor) -> Tensor:
-        spread = spreads.get(name)
-        if spread is None:
-            return value
-        return DTensor.from_local(
-            value, device_mesh, [spread.placement], run_check=False, shape=spread.shape, stride=spread.stride
-        )
-
-    return {name: one(name, value) for name, value in named.items()}
+    found = dict(named)
+    for name in named.keys() & splits.keys():
+        split = splits[name]
+        how: dict[str, Any] = {"run_check": False, "shape": split.shape, "stride": split.stride}
+        found[name] = DTensor.from_local(named[name], device_mesh, [split.placement], **how)
+    return found
 
 
-def parts(grads: Params, spreads: Mapping[str, Spread]) -> Params:
+def as_parts(grads: Params, splits: Mapping[str, Split]) -> Params:
     """The parts of gradients, placed as their parameters."""
     from torch.distributed.tensor import DTensor
 
-    def one(name: str, value: Tensor) -> Tensor:
-        if not isinstance(value, DTensor):
-            return value
-        return value.redistribute(placements=[spreads[name].placement]).to_local()
-
-    return {name: one(name, value) for name, value in grads.items()}
+    found = dict(grads)
+    for name, grad in grads.items():
+        if isinstance(grad, DTensor):
+            found[name] = grad.redistribute(placements=[splits[name].placement]).to_local()
+    return found

@@ -18,14 +18,12 @@ from torch import Tensor
 
 from .. import data, parallel, tree
 from ..compile import plain, states
-from ..errors import NonFiniteError, RankError
-from ..parallel import agreement, host, placement
+from ..parallel import placement, processes
 from ..torch_ext import tensor_layout
 from ..types import Program, Tree
-from . import nonfinite_steps
 from .accounting import Accounting
 from .inputs import Feeds
-from .loop_state import Call, LoopState
+from .loop_state import LoopState
 from .saving import Checkpointer
 from .signals import Pending, Signals
 
@@ -35,6 +33,10 @@ if TYPE_CHECKING:  # loads pydantic, which takes half as long as the rest of `im
 T = TypeVar("T")
 
 _SAME = "run the same script with the same arguments and data in every process"
+_SAME_PLACE = (
+    "the same dataset, sampler and seed in every process, no sampler that draws from torch's, numpy's or Python's "
+    "global generator, and callbacks that return states by the same rule"
+)
 _SIGNALS: tuple[Pending | None, ...] = (None, "snapshot", "interrupt", "terminate")
 
 
@@ -101,12 +103,6 @@ class Decisions:
         del state
         return loop
 
-    def explained(
-        self, error: NonFiniteError, frozen: Tree, window: list[tuple[Call, Any]], program: Program, feed: data.Feed
-    ) -> NonFiniteError:
-        """Return the error of a halted state, with its causes; see `nonfinite_steps.explain`."""
-        return nonfinite_steps.explain(error, frozen, window, program, feed)
-
     def watch(self, batches: Iterable[T]) -> Iterator[T]:
         """Yield training batches, up to a signal that ends the run."""
         return self._signals.watch(batches)
@@ -124,10 +120,8 @@ class _Numbers(NamedTuple):
     failed: int  # the writer has failed
     over: int  # max_time has passed
     due: int  # a snapshot is due by the clock of the first process
-    place: int  # hash of the position and of the order of the data
+    place: int  # hash of what must be the same here
     place_negated: int  # the largest is the smallest place, negated
-    answers: int  # states that callbacks returned so far
-    answers_negated: int
 
 
 class JointDecisions(Decisions):
@@ -149,7 +143,6 @@ class JointDecisions(Decisions):
         self._loop = LoopState()
         self._joint = _Numbers(*[0] * len(_Numbers._fields))
         self._stop: str | None = None  # the reason of a callback in this process
-        self._reason: str | None = None  # the joint one
         self._failure: Exception | None = None
         self._answers = 0
         self._is_first_batch = True
@@ -186,26 +179,20 @@ class JointDecisions(Decisions):
         """
         self._loop = loop
         self._exchange()
-        reason, self._reason = self._reason, None
-        return loop.stopped(reason)
+        if not self._joint.stop:
+            return loop
+        reasons = processes.gathered(self._stop)
+        self._stop = None
+        return loop.stopped(next(reason for reason in reasons if reason is not None))
 
     def compare(self, loop: LoopState, state: Tree) -> LoopState:
         loop = self.take(loop)
-        agreement.check_same(
+        processes.check_same(
             _values(plain(state)),
             where=f"the state after {loop.calls} calls",
             hint="a callback that returns another state in each process, a step with draws of its own, a faulty device",
         )
         return loop
-
-    def explained(
-        self, error: NonFiniteError, frozen: Tree, window: list[tuple[Call, Any]], program: Program, feed: data.Feed
-    ) -> NonFiniteError:
-        last = window[-1][0] if window else None
-        place = (
-            "" if last is None else f"epoch {last.epoch + 1}" + (f", batch {last.batch + 1}" if last.batch >= 0 else "")
-        )
-        return nonfinite_steps.explain_from(error, agreement.gathered(nonfinite_steps.leaves_of(window)), place)
 
     def watch(self, batches: Iterable[T]) -> Iterator[T]:
         for batch in batches:
@@ -224,70 +211,44 @@ class JointDecisions(Decisions):
     def _exchange(self) -> None:
         pending = self._signals.pending
         self._signals.saved()  # a request to save is sent once
-        if self._failure is None:
-            try:
-                self._checkpointer.check()
-            except Exception as error:
-                self._failure = error
+        try:
+            self._checkpointer.check()
+        except Exception as error:
+            self._failure = error
         loop = self._loop
-        place = zlib.crc32(repr((loop.epoch, loop.batch, loop.calls)).encode())
-        place ^= self._feed.order(loop.epoch, loop.batch - 1)
-        due = self.rank == 0 and "every_seconds" in self._checkpointer.due(loop)
-        own = _Numbers(
+        same = {
+            "the epoch": loop.epoch + 1,
+            "the number of batches": loop.batch,
+            "the number of calls": loop.calls,
+            "the order of the data": self._feed.order(loop.epoch, loop.batch - 1),
+            "the number of states that callbacks returned": self._answers,
+        }
+        place = zlib.crc32(repr(same).encode())
+        joint = _Numbers(
             signal=max(_SIGNALS.index(pending), self._joint.signal),
-            stop=int(self._stop is not None),
-            failed=int(self._failure is not None),
-            over=int(super().is_over()),
-            due=int(due),
+            stop=self._stop is not None,
+            failed=self._failure is not None,
+            over=super().is_over(),
+            due=self.rank == 0 and "every_seconds" in self._checkpointer.due(loop),
             place=place,
             place_negated=-place,
-            answers=self._answers,
-            answers_negated=-self._answers,
         )
-        joint = self._joint = _Numbers(*agreement.largest(own))
+        joint = self._joint = _Numbers(*processes.largest(joint))
         if joint.place != -joint.place_negated:
-            raise self._other_place()
-        if joint.answers != -joint.answers_negated:
-            counts = agreement.by_process(self._answers)
-            raise RankError(
-                f"callbacks returned a state in some processes only: {counts} times so far, by process",
-                where=f"callbacks, process {self.rank} of {self.size}",
-                hint="callbacks run in every process: return the same new state, by the same rule, in all of them",
-            )
-        if joint.stop or joint.failed:
-            self._exchange_texts()
+            processes.check_same(same, where="train", hint=_SAME_PLACE)
+        if joint.failed:
+            processes.together(self._raise_failure)
 
-    def _exchange_texts(self) -> None:
-        """Exchange reasons and errors: of several, those of the lowest rank count."""
-        found = agreement.gathered((self._stop, host.sent(self._failure)))
-        for rank, (_, failure) in enumerate(found):
-            if failure is not None:
-                raise self._failure if self._failure is not None else host.received_from(rank, failure)
-        self._stop = None
-        self._reason = self._reason or next((reason for reason, _ in found if reason is not None), None)
-
-    def _other_place(self) -> RankError:
-        loop = self._loop
-        shown = agreement.gathered(
-            (loop.epoch + 1, loop.batch, loop.calls, self._feed.order(loop.epoch, loop.batch - 1))
-        )
-        other = next((rank for rank, place in enumerate(shown) if place != shown[0]), 0)
-        names = ("epoch", "batches", "calls", "order of the data")
-        pairs = zip(names, shown[0], shown[other], strict=True)
-        texts = [f"{name} {one} and {two}" for name, one, two in pairs if one != two]
-        return RankError(
-            f"processes 0 and {other} differ: {', '.join(texts) or 'they were at different places in the data'}",
-            where=f"train, process {self.rank} of {self.size}",
-            hint="the same dataset, sampler and seed in every process; a sampler that draws from torch's, numpy's or "
-            "Python's global generator",
-        )
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
 
     def _check_batch(self, batch: Any) -> None:
         """Compare the first batch of all processes, and agree on how many batches are held."""
         spec = data.check_batch(batch, where="train, first batch")
-        agreement.check_same({"a batch": _text(spec.spec)}, where="train, first batch", hint=_SAME)
+        processes.check_same({"a batch": _text(spec.spec)}, where="train, first batch", hint=_SAME)
         size = tensor_layout.nbytes([leaf for leaf in tree.leaves(tree.dicts(batch)) if isinstance(leaf, Tensor)])
-        self._progress.fix_depth(max(agreement.gathered(size)))
+        self._progress.fix_depth(processes.largest([size])[0])
 
 
 def _text(spec: Any) -> str:
@@ -325,7 +286,7 @@ def check_alike(mesh: parallel.Mesh | None, facts: Callable[[], Mapping[str, Any
     """
     if mesh is not None:
         hint = f"{_SAME}; for weights, torch.manual_seed(0) before the model is built"
-        agreement.check_same(facts(), where="fit", hint=hint)
+        processes.check_same(facts(), where="fit", hint=hint)
 
 
 def place_of(loop: LoopState) -> dict[str, Any]:
@@ -357,4 +318,4 @@ def _values(state: Tree) -> dict[str, Any]:
             layout = part.placement.layout
             apart |= {*(path for path, _ in layout.paths), *layout.summands}
     leaves = [(path, leaf) for path, leaf in tree.with_paths(state) if not path.endswith(tuple(apart))]
-    return {f"checksum of {path}": agreement.checksum(leaf) for path, leaf in leaves}
+    return {f"checksum of {path}": processes.checksum(leaf) for path, leaf in leaves}
