@@ -390,7 +390,7 @@ def test_row_34_fails_where_every_call_is_compiled_anew(monkeypatch: pytest.Monk
 def test_row_34_fails_where_every_batch_counts_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     real = metric_queue.add_to
 
-    def alike(sums: Any, rows: metric_queue.Rows) -> None:
+    def alike(sums: Any, rows: metric_queue.CallMetrics) -> None:
         means = [
             [number for _, t, w in rows.columns for number in (row[t] / (row[w] or 1.0), 1.0)] for row in rows.numbers
         ]

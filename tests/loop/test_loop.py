@@ -487,9 +487,9 @@ def test_sums_are_the_same_bits_whatever_arrives_together(depth: int) -> None:
     queue, found = MetricQueue(depth), {}
     for tag, call in enumerate(calls):
         queue.add(tag, call)
-        for rows in queue.rows(wait=False):
+        for rows in queue.arrived(wait=False):
             add_to(found, rows)
-    late = queue.rows(wait=True)
+    late = queue.arrived(wait=True)
     assert [tag for rows in late for tag in rows.tags] == list(range(len(calls) - len(calls) % depth, len(calls)))
     for rows in late:
         add_to(found, rows)
@@ -504,11 +504,11 @@ def test_a_copy_from_a_device_is_read_a_fixed_number_of_calls_after_it_began(mon
     queue, read = MetricQueue(depth=2), dict[int, list[Any]]()
     for call in range(1, 13):
         queue.add(call, {"loss": ps.Mean(torch.ones(()), torch.ones(()))})
-        tags = [tag for rows in queue.rows(wait=False) for tag in rows.tags]
+        tags = [tag for rows in queue.arrived(wait=False) for tag in rows.tags]
         read |= {call: tags} if tags else {}
     assert read == {2 + metric_queue.LAG: [1, 2], 4 + metric_queue.LAG: [3, 4]}
     assert event.waits == 2
-    assert [tag for rows in queue.rows(wait=True) for tag in rows.tags] == list(range(5, 13))
+    assert [tag for rows in queue.arrived(wait=True) for tag in rows.tags] == list(range(5, 13))
 
 
 class Watched(list[Any]):

@@ -20,7 +20,7 @@ from ..torch_ext import tensor_layout
 from ..types import Metrics, TrainState, Tree
 from . import metric_queue
 from .loop_state import Call, Cell, LoopState, cell
-from .metric_queue import MetricQueue, Rows, Totals
+from .metric_queue import CallMetrics, MetricQueue, Totals
 from .nonfinite_steps import can_halt, check_windows, halt_error
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class Accounting:
             NonFiniteError: the state halted, or with ``wait`` will halt at the end of its window; or the state skips
                 and too many updates in a row were refused.
         """
-        arrived = self._queue.rows(wait=wait)
+        arrived = self._queue.arrived(wait=wait)
         settled = self._count(arrived, loop, state) if arrived else loop
         if wait and self._halts:
             check_windows(state)
@@ -104,38 +104,38 @@ class Accounting:
             settled = settled._replace(computed=metric_queue.computed_of(settled.interval, self._queue.kinds))
         return settled
 
-    def _count(self, arrived: list[Rows], loop: LoopState, state: Tree) -> LoopState:
+    def _count(self, arrived: list[CallMetrics], loop: LoopState, state: Tree) -> LoopState:
         updates, pending, last = loop.updates, loop.pending, dict(loop.last)
         interval, line = dict(loop.interval), dict(loop.line)
         sums = (interval, line) if self._log_every else (interval,)
-        for rows in arrived:
-            self._warn_of_loss(rows)
+        for calls in arrived:
+            self._warn_of_loss(calls)
             begun = 0
-            for index, applied in enumerate(rows.applied()):
-                call: Call = rows.tags[index]
+            for index, applied in enumerate(calls.applied()):
+                call: Call = calls.tags[index]
                 if not call.closing:
                     continue
                 pending -= 1
                 if not applied:
-                    self._refused(call, rows.values(index), state)
+                    self._refused(call, calls.values(index), state)
                     continue
                 self._refusals = 0
-                self._warn_of_members(call, rows.values(index), state)
+                self._warn_of_members(call, calls.values(index), state)
                 updates += 1
                 if self._log_every and updates % self._log_every == 0:
-                    _sum(rows.part(begun, index + 1), sums, last, self.rates)
+                    _sum(calls.part(begun, index + 1), sums, last, self.rates)
                     begun = index + 1
                     self.lines.append(self._line(call, updates, line, last))
                     line.clear()
-            _sum(rows.part(begun), sums, last, self.rates)
+            _sum(calls.part(begun), sums, last, self.rates)
         self._release(arrived, state)
         return loop._replace(updates=updates, pending=pending, interval=interval, line=line, last=last)
 
-    def _warn_of_loss(self, rows: Rows) -> None:
+    def _warn_of_loss(self, calls: CallMetrics) -> None:
         """Warn once if a step without a TrainState returns a loss that is not finite. Its author may intend that."""
         if self._halts or self._warned:
             return
-        for call, (total, weight) in zip(rows.tags, rows.pairs("loss"), strict=False):
+        for call, (total, weight) in zip(calls.tags, calls.pairs("loss"), strict=False):
             if weight and not math.isfinite(total):
                 self._warned = True
                 _log.warning(
@@ -183,14 +183,14 @@ class Accounting:
         earlier = [index for index, (call, _) in enumerate(held[:-1]) if call.closing]
         return held[earlier[-1] + 1 :] if earlier else held
 
-    def _release(self, arrived: list[Rows], state: Tree) -> None:
+    def _release(self, arrived: list[CallMetrics], state: Tree) -> None:
         """Release the batches of calls that are known to be good: those of closed windows."""
-        calls: Iterator[Call] = (call for rows in reversed(arrived) for call in reversed(rows.tags))
+        known: Iterator[Call] = (call for calls in reversed(arrived) for call in reversed(calls.tags))
         if not isinstance(state, TrainState):
             self._check_halted(state)  # a user's own step need not say that it refused an update
-            good = next(calls)
+            good = next(known)
         else:
-            good = next((call for call in calls if call.closing), None)
+            good = next((call for call in known if call.closing), None)
         while good is not None and self._held and self._held[0][0].number <= good.number:
             self._held.popleft()
 
@@ -293,13 +293,13 @@ class _Timer:
         return rates
 
 
-def _sum(rows: Rows, sums: Iterable[Totals], last: dict[str, float], rates: Collection[str]) -> None:
-    """Add the rows to each of the sums, and take the rates from the last of them."""
+def _sum(calls: CallMetrics, sums: Iterable[Totals], last: dict[str, float], rates: Collection[str]) -> None:
+    """Add the metrics of calls to each of the sums, and take the rates from the last of them."""
     for one in sums:
-        metric_queue.add_to(one, rows)
-    for name, total, weight in rows.columns:
+        metric_queue.add_to(one, calls)
+    for name, total, weight in calls.columns:
         if name in rates:
-            known = next((row for row in reversed(rows.numbers) if row[weight]), None)
+            known = next((row for row in reversed(calls.numbers) if row[weight]), None)
             if known is not None:
                 last[name] = known[total] / known[weight]
 

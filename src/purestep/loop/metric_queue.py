@@ -47,7 +47,7 @@ Columns = tuple[tuple[str, int, int], ...]
 """(name, index of the total, index of the weight) of every metric in a row."""
 
 
-class Rows(NamedTuple):
+class CallMetrics(NamedTuple):
     """Metrics of consecutive calls, on the host, with the tags that the caller passed."""
 
     tags: list[Any]
@@ -69,9 +69,9 @@ class Rows(NamedTuple):
         at = [total for name, total, _ in self.columns if base_name(name) == "applied"]
         return [max(row[total] for total in at) for row in self.numbers] if at else [1.0] * len(self.tags)
 
-    def part(self, start: int, stop: int | None = None) -> Rows:
+    def part(self, start: int, stop: int | None = None) -> CallMetrics:
         """Return some of the calls."""
-        return Rows(self.tags[start:stop], self.columns, self.numbers[start:stop])
+        return CallMetrics(self.tags[start:stop], self.columns, self.numbers[start:stop])
 
 
 class _Copy(NamedTuple):
@@ -138,25 +138,25 @@ class MetricQueue:
         columns = {size: _columns(size) for size in set(sizes)}
         return packed, [columns[size] for size in sizes]
 
-    def rows(self, *, wait: bool) -> list[Rows]:
+    def arrived(self, *, wait: bool) -> list[CallMetrics]:
         """Take out the copies that are due, oldest first; with ``wait``, all.
 
-        Consecutive calls with the same names are in one `Rows`.
+        Consecutive calls with the same names are in one `CallMetrics`.
         """
         if wait:
             self.start_copy()
-        arrived: list[Rows] = []
+        arrived: list[CallMetrics] = []
         while self._copies and (wait or self._copies[0].due <= self._calls):
             copy = self._copies.popleft()
             if copy.event is not None:
                 copy.event.synchronize()
-            arrived += _rows(copy)
+            arrived += _by_call(copy)
         return arrived
 
     def add_to(self, sums: Totals, *, wait: bool) -> None:
         """Add what is due to the sums, in place; with ``wait``, all."""
-        for rows in self.rows(wait=wait):
-            add_to(sums, rows)
+        for calls in self.arrived(wait=wait):
+            add_to(sums, calls)
 
 
 def check_devices(calls: Sequence[Metrics], *, where: str) -> None:
@@ -202,26 +202,26 @@ def _to_host(numbers: Tensor) -> tuple[Tensor, Any]:
     return host, event
 
 
-def _rows(copy: _Copy) -> list[Rows]:
+def _by_call(copy: _Copy) -> list[CallMetrics]:
     numbers, start = copy.numbers.tolist(), 0
-    rows: list[Rows] = []
+    found: list[CallMetrics] = []
     for tag, columns in zip(copy.tags, copy.columns, strict=True):
-        if not rows or rows[-1].columns is not columns:
-            rows.append(Rows([], columns, []))
-        rows[-1].tags.append(tag)
-        rows[-1].numbers.append(numbers[start : start + 2 * len(columns)])
+        if not found or found[-1].columns is not columns:
+            found.append(CallMetrics([], columns, []))
+        found[-1].tags.append(tag)
+        found[-1].numbers.append(numbers[start : start + 2 * len(columns)])
         start += 2 * len(columns)
-    return rows
+    return found
 
 
-def add_to(sums: Totals, rows: Rows) -> None:
+def add_to(sums: Totals, calls: CallMetrics) -> None:
     """Add totals and weights by name, in place.
 
     One call after the other, so that the bits do not depend on how many calls arrive together.
     """
-    for name, total, weight in rows.columns:
+    for name, total, weight in calls.columns:
         first, second = sums.get(name, (0.0, 0.0))
-        for row in rows.numbers:
+        for row in calls.numbers:
             first += row[total]
             second += row[weight]
         sums[name] = (first, second)
