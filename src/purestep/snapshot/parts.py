@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,18 +55,16 @@ class Spread(NamedTuple):
         """The number of parts. A single one is written as one process writes a snapshot."""
         return len(self.ranks)
 
-    def writes(self, path: str) -> bool:
-        """True if this process stores rows of the leaf."""
-        if self.part is None:
-            return False
-        rows = self.cuts.get(path)
-        return self.part == 0 if rows is None else rows.end > rows.first
-
     def pieces(self, path: str) -> tuple[Piece, ...]:
         """The rows of a cut leaf in each part that has some."""
         leaf = placement.Leaf(path, self.cuts[path].shape, (), True)
         found = [Piece(part, *leaf.bounds(part, self.parts)) for part in range(self.parts)]
         return tuple(piece for piece in found if piece.end > piece.first)
+
+
+def are_cut(state: Tree) -> bool:
+    """True if the tree has a `TrainState` in pieces."""
+    return any(map(_is_in_pieces, tree.flatten(state, is_leaf=_is_state)[0]))
 
 
 def without_tensor_parts(state: Tree) -> Tree:
@@ -129,7 +127,7 @@ def spread(state: Tree) -> Spread:
 
 
 def _layouts(state: Tree) -> list[tuple[str, placement.Layout]]:
-    if not any(map(_is_in_pieces, tree.flatten(state, is_leaf=_is_state)[0])):
+    if not are_cut(state):
         return []  # the paths of a thousand leaves take 20 ms
     found = tree.with_paths(state, is_leaf=_is_state)
     return [(f"{path}/" if path else "", node.placement.layout) for path, node in found if _is_in_pieces(node)]
@@ -143,7 +141,7 @@ def _is_in_pieces(node: Any) -> bool:
     return _is_state(node) and isinstance(node.placement, placement.Placement)
 
 
-def described(leaves: list[tuple[str, Any]], spread: Spread) -> dict[str, Leaf]:
+def described(leaves: Iterable[tuple[str, Any]], spread: Spread) -> dict[str, Leaf]:
     """`manifest.describe`, with the shapes and pieces of whole tensors.
 
     Raises:
@@ -166,9 +164,18 @@ def summed(leaves: dict[str, Any], sums: tuple[str, ...]) -> dict[str, Any]:
     return leaves | dict(zip(sums, totals, strict=True))
 
 
-def own_rows(value: Tensor, rows: Rows | None) -> Tensor:
-    """The piece without its padding, as a view."""
-    return value if rows is None else value.narrow(0, 0, rows.end - rows.first)
+def own(leaves: Mapping[str, Any], spread: Spread) -> dict[str, Tensor]:
+    """The tensors by path whose values this process stores, as views without padding."""
+    found: dict[str, Tensor] = {}
+    for path, leaf in leaves.items():
+        if spread.part is None or not isinstance(leaf, Tensor) or not leaf.numel():
+            continue
+        rows = spread.cuts.get(path)
+        if rows is None and spread.part == 0:
+            found[path] = leaf
+        elif rows is not None and rows.end > rows.first:
+            found[path] = leaf.narrow(0, 0, rows.end - rows.first)
+    return found
 
 
 def folder(root: Path, parts: int, part: int) -> Path:
