@@ -15,7 +15,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from faults import failpoints
+from rigs.faults import failpoints
 from saving import record_calls
 
 from purestep import errors, files

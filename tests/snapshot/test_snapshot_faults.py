@@ -13,11 +13,11 @@ import threading
 import warnings
 from pathlib import Path
 
-import forkserver
 import pytest
 import torch
-from faults.planting import forge
-from faults.running import state
+from rigs import forkserver
+from rigs.faults.planting import forge
+from rigs.faults.running import state
 from saving import assert_same, small
 
 from purestep import errors
@@ -30,7 +30,7 @@ def server():
     return forkserver.shared()
 
 
-SCRIPT = "import sys\nfrom faults.running import state\nfrom purestep.snapshot import Snapshots"
+SCRIPT = "import sys\nfrom rigs.faults.running import state\nfrom purestep.snapshot import Snapshots"
 
 
 def saved(folder: Path, *steps: int) -> None:

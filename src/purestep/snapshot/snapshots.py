@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, TypeVar
 from .. import tree
 from ..errors import ConfigError, Corrupt, Locked, NotFound, RankError, SnapshotError, WriteFailed
 from ..files import DirectoryLock, directory_path, failpoint, is_locked
-from ..parallel import host
+from ..parallel import mesh as meshes
+from ..parallel import processes
 from ..state import check_choice
 from ..types import Tree
 from . import directory, orbax_io, parts, reader, save_policy, staging, writer
@@ -129,7 +130,7 @@ class Snapshots:
         self._paths = tree.Paths()
         self._buffers: staging.Buffers = {}  # of the last save; the next one reuses them
         self._restored: int | None = None  # the step that was restored since the last save
-        self._peers = host.Peers()  # of `open`
+        self._opened_by = (0, 1)  # rank and number of processes
         self._sees_locks = True  # of the other processes
         self._saves = itertools.count()
         self._token = ""  # of the last save
@@ -157,21 +158,21 @@ class Snapshots:
             raise SnapshotError("is closed", where=str(self.directory), hint="save inside the with block")
         if not self._is_writer:
             raise SnapshotError("was opened to read", where=str(self.directory), hint="pass writer=True")
-        here = host.peers()
+        here = meshes.here()
         if not self._lock.held:
             self._acquire(here)
-        elif (here.rank, here.size) != (self._peers.rank, self._peers.size):
+        elif (here.rank, here.size) != self._opened_by:
             raise RankError(
-                f"was opened by {self._peers.size} processes, and now there are {here.size}",
+                f"was opened by {self._opened_by[1]} processes, and now there are {here.size}",
                 where=str(self.directory),
                 hint="create, use and close a Snapshots inside one `with ps.parallel.start(...)`",
             )
 
-    def _acquire(self, here: host.Peers) -> None:
+    def _acquire(self, here: meshes.Mesh) -> None:
         lock = self._lock = DirectoryLock(self.directory, _lock_name(here.rank))
         try:
-            here.first(lock.acquire)
-            paths = here.together(lambda: (lock.acquire(), str(self.directory))[1])
+            processes.first(lock.acquire)
+            paths = processes.together(lambda: (lock.acquire(), str(self.directory))[1])
             if any(path != paths[0] for path in paths):
                 raise RankError(
                     f"the processes have the directories {', '.join(dict.fromkeys(paths))}",
@@ -180,8 +181,8 @@ class Snapshots:
                 )
             others = [0] if here.rank else range(1, here.size)
             self._sees_locks = all(is_locked(self.directory / _lock_name(rank)) for rank in others)
-            here.first(lambda: self._clean(here.size))
-            self._peers = here
+            processes.first(lambda: self._clean(here.size))
+            self._opened_by = here.rank, here.size
         except BaseException:
             lock.release()
             raise
@@ -350,7 +351,7 @@ class Snapshots:
                 directory.set_aside(self.directory, step, "archived")
             return found
 
-        found = self._peers.first(archive)
+        found = processes.first(archive)
         self._restored = None
         return found
 
@@ -360,9 +361,8 @@ class Snapshots:
         Raises:
             StateError: a leaf cannot be stored.
         """
-        state = parts.without_tensor_parts(state)
         described = parts.described(tree.with_paths(state), parts.spread(state))
-        if host.peers().rank:
+        if meshes.here().rank:
             return
         size = sum(leaf.nbytes for leaf in described.values() if leaf.is_stored)
         # One more than is kept: an old step is deleted only after the new one is committed.
@@ -408,16 +408,14 @@ class Snapshots:
         """
         self.open()
         self._last = self._here  # also of a save that fails, which is not due again at the next call
-        here = self._peers
-        is_cut = parts.are_cut(state)
-        state = parts.without_tensor_parts(state) if is_cut else state
+        groups, here = meshes.current(), meshes.here()
         # Another process may not have seen the end of the previous save yet: each save has its own names.
         token = f"{os.getpid()}.{next(self._saves)}" if here.size > 1 else f"{os.getpid()}"
 
         def check() -> tuple[_Plan, _Call]:
             number = directory.checked_step(self.directory, step)
             paths, leaves = self._paths(state)
-            spread = parts.spread(state if is_cut else ())
+            spread = parts.spread(state)
             manifest = manifests.Manifest.model_construct(
                 format=manifests.FORMAT,
                 step=number,
@@ -440,7 +438,7 @@ class Snapshots:
             return plan, _Call(number, _fingerprint(manifest, spread) if here.size > 1 else 0, token)
 
         try:
-            (manifest, leaves, spread), calls = _agreed(here, check)
+            (manifest, leaves, spread), calls = _agreed(check)
             _compare(calls, where=str(self.directory))
         except Exception as error:
             self._clear(token)
@@ -449,13 +447,20 @@ class Snapshots:
             raise
         self._clear(self._token)
         self._token = token
-        failure: WriteFailed | None = None
+        leaves = parts.to_store(leaves, spread)
+        failure: Exception | None = None
         try:
-            self._copy(manifest.step, parts.summed(leaves, spread.sums), spread)
-        except WriteFailed as error:
-            if here.size == 1:
+            self._copy(manifest.step, leaves, spread)
+            if self._buffers:
+                orbax_io.ready(self._platforms)
+        except Exception as error:
+            self._buffers = {}
+            if here.size == 1 and isinstance(error, WriteFailed):
                 return self._report(error)
-            failure = error  # the others learn it from the writer's thread
+            if here.size == 1:
+                raise
+            failure = error  # the others, which wait for this process's part, learn it from the writer's thread
+        before = self._background.take_error()  # of the previous save: all processes have the same
         job = writer.Job(
             root=self.directory,
             manifest=manifest,
@@ -466,19 +471,19 @@ class Snapshots:
             keep_best=self.keep_best,
             platforms=self._platforms,
             spread=spread,
-            team=writer.Team(here.rank, here.size, calls[0].token, here.timeout, self._is_alive),
+            team=writer.Team(
+                here.rank, here.size, calls[0].token, 0.0 if groups is None else groups.timeout, self._is_alive
+            ),
             failure=failure,
         )
-        before = self._background.take_error()
         self._restored = None
-        if self._buffers:
-            orbax_io.ready(self._platforms)
         self._background.start(lambda: writer.run(job), holding=self._lock)
         self._report(before)
 
     def _clear(self, token: str) -> None:
         """Delete the reports of a save that no process waits for."""
-        if self._peers.rank == 0 and self._peers.size > 1 and token:
+        here = meshes.here()
+        if here.rank == 0 and here.size > 1 and token:
             writer.clear(self.directory, token)
 
     def _copy(self, step: int, leaves: Mapping[str, Any], spread: parts.Spread) -> None:
@@ -492,11 +497,10 @@ class Snapshots:
             failpoint("snapshot.copy")
             self._buffers = staging.stage(parts.own(leaves, spread), spare)
         except (MemoryError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and "memory" not in str(error):  # torch's form of a MemoryError
+            failed = _no_memory(error, step, self.directory)
+            if failed is None:
                 raise
-            hint = "use a larger machine or fewer workers: a save needs a copy of the state in host memory"
-            text = f"step {step}: no host copy: {type(error).__name__}: {error}"
-            raise WriteFailed(text, where=str(self.directory), hint=hint) from error
+            raise failed from error
 
     def _is_alive(self, rank: int) -> bool:
         """False if that process has ended, or has closed its object; True if the disk has no locks."""
@@ -523,26 +527,24 @@ class Snapshots:
             StateError: a leaf of the template has a type that snapshots cannot store.
         """
         self._background.join()
-        here = host.peers()
         prefixes = None if only is None else {only} if isinstance(only, str) else set(only)
-        whole = parts.without_tensor_parts(template)
         if step is not None:
-            here.first(lambda: self._check_exists(step))
-            found = self._read_together(here, whole, step, prefixes)
+            processes.first(lambda: self._check_exists(step))
+            found = self._read_together(template, step, prefixes)
         else:
-            found = self._newest_good(here, whole, prefixes)
+            found = self._newest_good(template, prefixes)
         self._restored = found.step
-        return found._replace(state=parts.as_tensor_parts(found.state, template))
+        return found
 
     def _check_exists(self, step: int) -> None:
         if step not in (there := directory.numbered(self.directory)):
             hint = f"pass one of: {', '.join(map(str, there))}" if there else "pass another directory"
             raise NotFound(f"no snapshot of step {step}", where=str(self.directory), hint=hint)
 
-    def _read_together(self, here: host.Peers, template: Tree, step: int, prefixes: set[str] | None) -> Snapshot:
+    def _read_together(self, template: Tree, step: int, prefixes: set[str] | None) -> Snapshot:
         """Read a step in every process, or raise one error in all: a step is intact if every process can read it."""
         found, steps = _agreed(
-            here, lambda: (self._read(template, step, prefixes, quiet=here.rank > 0), step), mild=Corrupt
+            lambda: (self._read(template, step, prefixes, quiet=meshes.here().rank > 0), step), mild=Corrupt
         )
         if any(other != steps[0] for other in steps):
             listed = ", ".join(map(str, dict.fromkeys(steps)))
@@ -566,16 +568,17 @@ class Snapshots:
                 raise
         return self._read(template, step, prefixes, quiet=quiet)  # its writer has moved it in the meantime
 
-    def _newest_good(self, here: host.Peers, template: Tree, prefixes: set[str] | None) -> Snapshot:
+    def _newest_good(self, template: Tree, prefixes: set[str] | None) -> Snapshot:
         damaged: dict[int, Corrupt] = {}
         seen: set[int] = set()
         # The first process lists the steps: another one may see them later, on a network disk.
-        while there := here.first(lambda: [step for step in directory.numbered(self.directory) if step not in seen]):
+        unseen = lambda: [step for step in directory.numbered(self.directory) if step not in seen]  # noqa: E731
+        while there := processes.first(unseen):
             seen.add(step := there[-1])  # the newest, including steps that were saved in the meantime
             try:
-                found = self._read_together(here, template, step, prefixes)
+                found = self._read_together(template, step, prefixes)
             except Corrupt as error:
-                if not here.first(
+                if not processes.first(
                     lambda step=step: directory.place(self.directory, step).exists()
                 ):  # its writer has deleted it in the meantime
                     continue
@@ -591,13 +594,13 @@ class Snapshots:
     def _skip(self, damaged: dict[int, Corrupt], used: int) -> None:
         if is_writer := self._is_writer and not self._closed:
             self.open()
-        host.peers().first(lambda: directory.skip_damaged(self.directory, damaged, used, rename=is_writer))
+        processes.first(lambda: directory.skip_damaged(self.directory, damaged, used, rename=is_writer))
 
 
 def _agreed(
-    here: host.Peers, function: Callable[[], tuple[T, S]], *, mild: type[Exception] | tuple[type[Exception], ...] = ()
+    function: Callable[[], tuple[T, S]], *, mild: type[Exception] | tuple[type[Exception], ...] = ()
 ) -> tuple[T, list[S]]:
-    """`Peers.together` of a function of two values: the first one of this process, and the second ones of all."""
+    """`processes.together` of a function of two values: the first one of this process, and the second ones of all."""
     own: list[T] = []
 
     def call() -> S:
@@ -605,8 +608,16 @@ def _agreed(
         own.append(first)
         return second
 
-    found = here.together(call, mild=mild)
+    found = processes.together(call, mild=mild)
     return own[0], found
+
+
+def _no_memory(error: Exception, step: int, where: Path) -> WriteFailed | None:
+    """The error of a save without memory for its copy; None for another error."""
+    if isinstance(error, RuntimeError) and "memory" not in str(error):  # torch's form of a MemoryError
+        return None
+    hint = "use a larger machine or fewer workers: a save needs a copy of the state in host memory"
+    return WriteFailed(f"step {step}: no host copy: {type(error).__name__}: {error}", where=str(where), hint=hint)
 
 
 def _check_name(directory: Path, *, writer: bool) -> None:
@@ -629,7 +640,7 @@ def _lock_name(rank: int) -> str:
 def _fingerprint(manifest: manifests.Manifest, spread: parts.Spread) -> int:
     """A digest of the facts that must be equal in all processes."""
     leaves = [(path, leaf.dtype, leaf.shape) for path, leaf in manifest.leaves.items()]
-    return zlib.crc32(repr((leaves, spread.ranks, spread.sums)).encode())
+    return zlib.crc32(repr((leaves, spread.parts, spread.sums)).encode())
 
 
 def _compare(calls: list[_Call], *, where: str) -> None:

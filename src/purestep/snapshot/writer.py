@@ -54,7 +54,7 @@ class Job(NamedTuple):
     platforms: str | None
     spread: Spread
     team: Team
-    failure: WriteFailed | None = None  # there is no copy to write
+    failure: Exception | None = None  # there is no copy to write
 
     @property
     def staging(self) -> Path:
@@ -159,8 +159,7 @@ def _wait_for_others(job: Job) -> None:
 
 
 def _reported(job: Job, part: int) -> dict[str, Any]:
-    rank, team = job.spread.ranks[part], job.team
-    return job.report(part).wait(rank=rank, alive=lambda: team.is_alive(rank), timeout=team.timeout)
+    return job.report(part).wait(rank=part, alive=lambda: job.team.is_alive(part), timeout=job.team.timeout)
 
 
 def _help(job: Job) -> None:
