@@ -65,8 +65,8 @@ def device(leaves: Iterable[Any]) -> torch.device:
         >>> device([torch.zeros(2, device="meta"), "text"]), device([])
         (device(type='meta'), device(type='cpu'))
     """
-    found = [leaf.device for leaf in leaves if isinstance(leaf, Tensor)]
-    return next((each for each in found if each.type != "cpu"), torch.device("cpu"))
+    elsewhere = (leaf.device for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_cpu)
+    return next(elsewhere, torch.device("cpu"))
 
 
 def map(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: Callable[[Any], bool] | None = None) -> Tree:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..events import EpochEnd, Event, FitEnd, FitStart, Histogram, Histograms, Logged
+from .trackers import points
 
 
 class TensorBoard:
@@ -27,15 +28,14 @@ class TensorBoard:
         if isinstance(event, FitStart):
             # TensorBoard ignores the points that an interrupted run wrote after its last snapshot.
             self._open(event.updates + 1 if event.resumed else None)
-        elif isinstance(event, Logged):
-            line = {**event.values, "steps_per_second": event.steps_per_second}
-            self._scalars({f"train/{key.removeprefix('train_')}": value for key, value in line.items()}, event.updates)
-        elif isinstance(event, EpochEnd):
-            row = {key: value for key, value in event.record.items() if key not in ("epoch", "step")}
-            self._scalars({f"epoch/{key}": value for key, value in row.items()}, event.updates)
+        elif isinstance(event, (Logged, EpochEnd)):
+            for tag, value in points(event).items():
+                if self._is_new(tag, event.updates):
+                    self._writer.add_scalar(tag, value, event.updates)
         elif isinstance(event, Histograms):
             for tag, found in event.values.items():
-                self._histogram(tag, found, event.updates)
+                if self._is_new(tag, event.updates):
+                    self._histogram(tag, found, event.updates)
         elif isinstance(event, FitEnd):
             self.close()
 
@@ -48,27 +48,23 @@ class TensorBoard:
         self._writer = self._make(str(self.directory), purge_step=purge_step)
         self._written = {}
 
-    def _scalars(self, values: dict[str, Any], updates: int) -> None:
-        """Write one point per tag and update: two rows of the history may have the same update."""
-        for tag, value in values.items():
-            if isinstance(value, (int, float)) and self._written.get(tag, -1) < updates:
-                self._writer.add_scalar(tag, value, updates)
-                self._written[tag] = updates
+    def _is_new(self, tag: str, updates: int) -> bool:
+        """True once for a tag and an update: two rows of the history may have the same update."""
+        last, self._written[tag] = self._written.get(tag, -1), updates
+        return last < updates
 
     def _histogram(self, tag: str, found: Histogram, updates: int) -> None:
-        if self._written.get(tag, -1) < updates:
-            self._writer.add_histogram_raw(
-                tag,
-                min=float(found.edges[0]),
-                max=float(found.edges[-1]),
-                num=int(found.counts.sum()),
-                sum=found.total,
-                sum_squares=found.squares,
-                bucket_limits=found.edges[1:].tolist(),
-                bucket_counts=found.counts.tolist(),
-                global_step=updates,
-            )
-            self._written[tag] = updates
+        self._writer.add_histogram_raw(
+            tag,
+            min=float(found.edges[0]),
+            max=float(found.edges[-1]),
+            num=int(found.counts.sum()),
+            sum=found.total,
+            sum_squares=found.squares,
+            bucket_limits=found.edges[1:].tolist(),
+            bucket_counts=found.counts.tolist(),
+            global_step=updates,
+        )
 
     def close(self) -> None:
         """Flush and close the event file."""

@@ -21,9 +21,10 @@ import difflib
 import errno
 import hashlib
 import json
+import math
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, cast
 
@@ -78,6 +79,11 @@ class Leaf(NamedTuple):
     def is_stored(self) -> bool:
         """True if orbax stores its values."""
         return not self.is_python and 0 not in self.shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values of a tensor."""
+        return staging.DTYPES[self.dtype].itemsize * math.prod(self.shape)
 
     @property
     def rows(self) -> int:
@@ -140,7 +146,7 @@ class Manifest(BaseModel, frozen=True):
 # --- leaves -------------------------------------------------------------------------------------------------------
 
 
-def describe(leaves: list[tuple[str, Any]]) -> dict[str, Leaf]:
+def describe(leaves: Iterable[tuple[str, Any]]) -> dict[str, Leaf]:
     """A `Leaf` for each leaf of a tree.
 
     Raises:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,11 +51,6 @@ class Spread(NamedTuple):
     parts: int  # that are written; a single one as one process writes a snapshot. Process n writes part n
     part: int | None  # that this process writes; None: no part
     holds_sums: bool  # this process restores the sums, the others zeros
-
-    def writes(self, path: str) -> bool:
-        """True if this process stores rows of the leaf."""
-        pieces = self.cuts[path].pieces if path in self.cuts and self.parts > 1 else ()
-        return self.part in [piece.part for piece in pieces] if pieces else self.part == 0
 
 
 def spread(state: Tree) -> Spread:
@@ -114,7 +109,7 @@ def _is_in_pieces(node: Any) -> bool:
     return _is_state(node) and isinstance(node.placement, placement.Placement)
 
 
-def described(leaves: list[tuple[str, Any]], spread: Spread) -> dict[str, Leaf]:
+def described(leaves: Iterable[tuple[str, Any]], spread: Spread) -> dict[str, Leaf]:
     """`manifest.describe`, with the shapes and pieces of whole tensors.
 
     Raises:
@@ -140,13 +135,25 @@ def to_store(leaves: dict[str, Any], spread: Spread) -> dict[str, Any]:
             dim = rows.columns[0]
             every = collectives.all_gather(leaves[path].contiguous(), "tensor")
             own = torch.cat(every.chunk(rows.shape[dim] // leaves[path].shape[dim]), dim)
-            leaves = leaves | {path: own.cpu() if spread.writes(path) else leaves[path]}
+            leaves = leaves | {path: own.cpu() if _writes(rows, spread) else leaves[path]}
     return leaves
 
 
-def own_rows(value: Tensor, rows: Rows | None) -> Tensor:
-    """The piece without its padding, as a view."""
-    return value if rows is None else value.narrow(0, 0, rows.end - rows.first)
+def own(leaves: Mapping[str, Any], spread: Spread) -> dict[str, Tensor]:
+    """The tensors by path whose values this process stores, as views without padding."""
+    found: dict[str, Tensor] = {}
+    for path, leaf in leaves.items():
+        rows = spread.cuts.get(path)
+        if isinstance(leaf, Tensor) and leaf.numel() and _writes(rows, spread):
+            found[path] = leaf if rows is None else leaf.narrow(0, 0, rows.end - rows.first)
+    return found
+
+
+def _writes(rows: Rows | None, spread: Spread) -> bool:
+    """True if this process stores these rows of its own."""
+    if rows is None or not rows.pieces or spread.parts == 1:
+        return spread.part == 0
+    return spread.part in [piece.part for piece in rows.pieces]
 
 
 def folder(root: Path, parts: int, part: int) -> Path:

@@ -7,9 +7,9 @@ import logging
 import os
 import time
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from .. import tree
 from ..errors import ConfigError, Corrupt, Locked, NotFound, RankError, SnapshotError, WriteFailed
@@ -26,6 +26,10 @@ from .reader import Snapshot
 from .versions import environment
 
 _log = logging.getLogger("purestep")
+
+
+T = TypeVar("T")
+S = TypeVar("S")
 
 
 class _Call(NamedTuple):
@@ -129,7 +133,7 @@ class Snapshots:
         self._opened_by = (0, 1)  # rank and number of processes
         self._sees_locks = True  # of the other processes
         self._saves = itertools.count()
-        self._staging: Path | None = None  # of the last save, in the first of several processes
+        self._token = ""  # of the last save
         self._closed = False
         self._pid = os.getpid()
         self._last = self._here = save_policy.Mark(0, 0, time.monotonic())
@@ -360,7 +364,7 @@ class Snapshots:
         described = parts.described(tree.with_paths(state), parts.spread(state))
         if meshes.here().rank:
             return
-        size = sum(staging.size(leaf.dtype, leaf.shape) for leaf in described.values() if leaf.is_stored)
+        size = sum(leaf.nbytes for leaf in described.values() if leaf.is_stored)
         # One more than is kept: an old step is deleted only after the new one is committed.
         directory.check_room(self.directory, size * max(1, (self.keep or 1) + self.keep_best + 1 - len(self.steps())))
 
@@ -407,17 +411,15 @@ class Snapshots:
         groups, here = meshes.current(), meshes.here()
         # Another process may not have seen the end of the previous save yet: each save has its own names.
         token = f"{os.getpid()}.{next(self._saves)}" if here.size > 1 else f"{os.getpid()}"
-        plan: list[_Plan] = []
 
-        def check() -> _Call:
+        def check() -> tuple[_Plan, _Call]:
             number = directory.checked_step(self.directory, step)
             paths, leaves = self._paths(state)
             spread = parts.spread(state)
-            described = parts.described(list(zip(paths, leaves, strict=True)), spread)
             manifest = manifests.Manifest.model_construct(
                 format=manifests.FORMAT,
                 step=number,
-                leaves=described,
+                leaves=parts.described(zip(paths, leaves, strict=True), spread),
                 loop=manifests.as_json(loop, where="loop"),
                 history=history_.columns(history),
                 metrics=manifests.as_metrics(metrics),
@@ -432,28 +434,23 @@ class Snapshots:
                 directory.check_order(self.directory, number, restored=self._restored, overwrite=overwrite)
             if here.rank == 0 and here.size > 1:
                 writer.prepare(writer.staging_path(self.directory, number, token), spread.parts)
-            plan.append(_Plan(manifest, dict(zip(paths, leaves, strict=True)), spread))
-            return _Call(number, _fingerprint(manifest, spread) if here.size > 1 else 0, token)
+            plan = _Plan(manifest, dict(zip(paths, leaves, strict=True)), spread)
+            return plan, _Call(number, _fingerprint(manifest, spread) if here.size > 1 else 0, token)
 
         try:
-            calls = processes.together(check)
+            (manifest, leaves, spread), calls = _agreed(check)
             _compare(calls, where=str(self.directory))
         except Exception as error:
-            if here.rank == 0 and here.size > 1:
-                for manifest, _, spread in plan:
-                    writer.clear(writer.staging_path(self.directory, manifest.step, token), spread.parts)
+            self._clear(token)
             if isinstance(error, WriteFailed):
                 return self._report(error)
             raise
-        ((manifest, leaves, spread),) = plan
-        if self._staging is not None:
-            writer.clear(self._staging, spread.parts)
-        if here.rank == 0 and here.size > 1:
-            self._staging = writer.staging_path(self.directory, manifest.step, token)
+        self._clear(self._token)
+        self._token = token
         leaves = parts.to_store(leaves, spread)
         failure: Exception | None = None
         try:
-            self._buffers = writer.copied(self.directory, manifest.step, lambda: self._copy(manifest, leaves, spread))
+            self._copy(manifest.step, leaves, spread)
             if self._buffers:
                 orbax_io.ready(self._platforms)
         except Exception as error:
@@ -483,11 +480,27 @@ class Snapshots:
         self._background.start(lambda: writer.run(job), holding=self._lock)
         self._report(before)
 
-    def _copy(self, manifest: manifests.Manifest, leaves: Mapping[str, Any], spread: parts.Spread) -> staging.Buffers:
-        """Copy the values that this process stores, into the memory of the last copy where it fits."""
-        stored = [path for path, leaf in manifest.leaves.items() if leaf.is_stored and spread.writes(path)]
+    def _clear(self, token: str) -> None:
+        """Delete the reports of a save that no process waits for."""
+        here = meshes.here()
+        if here.rank == 0 and here.size > 1 and token:
+            writer.clear(self.directory, token)
+
+    def _copy(self, step: int, leaves: Mapping[str, Any], spread: parts.Spread) -> None:
+        """Copy the values that this process stores, into the memory of the last copy where it fits.
+
+        Raises:
+            WriteFailed: there is no memory for the copy.
+        """
         spare, self._buffers = self._buffers, {}
-        return staging.stage({path: parts.own_rows(leaves[path], spread.cuts.get(path)) for path in stored}, spare)
+        try:
+            failpoint("snapshot.copy")
+            self._buffers = staging.stage(parts.own(leaves, spread), spare)
+        except (MemoryError, RuntimeError) as error:
+            failed = _no_memory(error, step, self.directory)
+            if failed is None:
+                raise
+            raise failed from error
 
     def _is_alive(self, rank: int) -> bool:
         """False if that process has ended, or has closed its object; True if the disk has no locks."""
@@ -530,18 +543,14 @@ class Snapshots:
 
     def _read_together(self, template: Tree, step: int, prefixes: set[str] | None) -> Snapshot:
         """Read a step in every process, or raise one error in all: a step is intact if every process can read it."""
-        found: list[Snapshot] = []
-
-        def read() -> int:
-            found.append(self._read(template, step, prefixes, quiet=meshes.here().rank > 0))
-            return step
-
-        steps = processes.together(read, mild=Corrupt)
+        found, steps = _agreed(
+            lambda: (self._read(template, step, prefixes, quiet=meshes.here().rank > 0), step), mild=Corrupt
+        )
         if any(other != steps[0] for other in steps):
             listed = ", ".join(map(str, dict.fromkeys(steps)))
             hint = "pass the same step in every process"
             raise RankError(f"the processes restore the steps {listed}", where=str(self.directory), hint=hint)
-        return found[0]
+        return found
 
     def _read(self, template: Tree, step: int, prefixes: set[str] | None, *, quiet: bool) -> Snapshot:
         folder = directory.place(self.directory, step)
@@ -586,6 +595,29 @@ class Snapshots:
         if is_writer := self._is_writer and not self._closed:
             self.open()
         processes.first(lambda: directory.skip_damaged(self.directory, damaged, used, rename=is_writer))
+
+
+def _agreed(
+    function: Callable[[], tuple[T, S]], *, mild: type[Exception] | tuple[type[Exception], ...] = ()
+) -> tuple[T, list[S]]:
+    """`processes.together` of a function of two values: the first one of this process, and the second ones of all."""
+    own: list[T] = []
+
+    def call() -> S:
+        first, second = function()
+        own.append(first)
+        return second
+
+    found = processes.together(call, mild=mild)
+    return own[0], found
+
+
+def _no_memory(error: Exception, step: int, where: Path) -> WriteFailed | None:
+    """The error of a save without memory for its copy; None for another error."""
+    if isinstance(error, RuntimeError) and "memory" not in str(error):  # torch's form of a MemoryError
+        return None
+    hint = "use a larger machine or fewer workers: a save needs a copy of the state in host memory"
+    return WriteFailed(f"step {step}: no host copy: {type(error).__name__}: {error}", where=str(where), hint=hint)
 
 
 def _check_name(directory: Path, *, writer: bool) -> None:

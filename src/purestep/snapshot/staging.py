@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -10,20 +9,17 @@ import torch
 from torch import Tensor
 
 from ..errors import StateError
+from ..torch_ext import tensor_layout
 
 _NATIVE = (
     *(torch.float64, torch.float32, torch.float16, torch.complex128, torch.complex64, torch.bool),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8),
 )
-# numpy lacks these types; their bits are stored as unsigned integers of the same size.
-_CARRIED = {
-    torch.bfloat16: torch.uint16,
-    torch.float8_e4m3fn: torch.uint8,
-    torch.float8_e5m2: torch.uint8,
-    torch.float8_e4m3fnuz: torch.uint8,
-    torch.float8_e5m2fnuz: torch.uint8,
-    torch.float8_e8m0fnu: torch.uint8,
-}
+# numpy lacks these types; arrays carry their bits as unsigned integers of the same size
+_CARRIED = (
+    *(torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+    torch.float8_e8m0fnu,
+)
 DTYPES: dict[str, torch.dtype] = {str(dtype).removeprefix("torch."): dtype for dtype in (*_NATIVE, *_CARRIED)}
 """The dtypes that can be stored, by their names in the manifest."""
 
@@ -43,27 +39,19 @@ def check(path: str, leaf: Any) -> None:
     Raises:
         StateError: it cannot; the message has its path and type.
     """
-    if type(leaf) is Tensor and _is_plain(leaf):
-        return
     if not isinstance(leaf, Tensor):
         if type(leaf) not in SCALARS.values():
             kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
             raise StateError(f"a {kind} cannot be stored", where=path, hint="pass torch.as_tensor(value)")
-        return
-    if type(leaf) not in (Tensor, torch.nn.Parameter):
+    elif type(leaf) not in (Tensor, torch.nn.Parameter):
         raise StateError(f"a {type(leaf).__qualname__} cannot be stored", where=path, hint="pass a plain tensor")
-    if leaf.layout != torch.strided or leaf.is_quantized or leaf.is_nested:
-        kind = "quantized" if leaf.is_quantized else "nested" if leaf.is_nested else str(leaf.layout)
+    elif not tensor_layout.is_dense(leaf):
+        kind = tensor_layout.layout_name(leaf)
         raise StateError(f"a {kind} tensor cannot be stored", where=path, hint="call .to_dense()")
-    if leaf.device.type == "meta":
+    elif leaf.is_meta:
         raise StateError("a tensor on the meta device has no values", where=path, hint="call program.init()")
-    if leaf.dtype not in NAMES:
+    elif leaf.dtype not in NAMES:
         raise StateError(f"{leaf.dtype} cannot be stored", where=path, hint="call .to(torch.float32)")
-
-
-def _is_plain(leaf: Tensor) -> bool:
-    known = leaf.dtype in NAMES and leaf.layout is torch.strided
-    return known and not (leaf.is_meta or leaf.is_quantized or leaf.is_nested)
 
 
 @torch.no_grad()
@@ -74,38 +62,20 @@ def stage(tensors: dict[str, Tensor], spare: Buffers) -> Buffers:
         tensors: checked tensors by path, on any devices.
         spare: unused buffers of an earlier `stage`; those that fit are reused.
     """
-    buffers: Buffers = {}
-    near: list[Tensor] = []
-    streams: set[torch.cuda.Stream] = set()
-    for path, tensor in tensors.items():
-        source = _bits(tensor)
-        buffers[path] = buffer = _buffer_for(source, spare.get(path))
-        if source.is_cuda:
-            # Only CUDA orders an asynchronous copy with later work on its stream, and only into pinned memory.
-            buffer.copy_(source, non_blocking=True)
-            streams.add(torch.cuda.current_stream(source.device))
-        else:
-            near.append(source)
-    _copy(near, [buffers[path] for path, tensor in tensors.items() if not tensor.is_cuda])
-    for stream in streams:
-        stream.synchronize()
+    buffers = {path: _buffer(tensor, spare.get(path)) for path, tensor in tensors.items()}
+    far = {path: tensor for path, tensor in tensors.items() if tensor.is_cuda}
+    for path, tensor in far.items():
+        # Only CUDA orders an asynchronous copy with later work on its stream, and only into pinned memory.
+        buffers[path].copy_(tensor, non_blocking=True)
+    if near := [path for path in tensors if path not in far]:
+        # One call for all: for small tensors, a call takes longer than the copy. It has no public name.
+        torch._foreach_copy_([buffers[path] for path in near], [tensors[path] for path in near])  # pyright: ignore
+    for device in {tensor.device for tensor in far.values()}:
+        torch.cuda.current_stream(device).synchronize()
     return buffers
 
 
-def _copy(sources: list[Tensor], buffers: list[Tensor]) -> None:
-    # One call for all: for small tensors, the call takes longer than the copy.
-    if sources:
-        torch._foreach_copy_(buffers, sources)  # pyright: ignore  # it has no public name
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    if tensor.is_neg() or tensor.is_conj():
-        tensor = tensor.resolve_conj().resolve_neg()
-    carrier = _CARRIED.get(tensor.dtype)
-    return tensor if carrier is None else tensor.view(carrier)
-
-
-def _buffer_for(source: Tensor, spare: Tensor | None) -> Tensor:
+def _buffer(source: Tensor, spare: Tensor | None) -> Tensor:
     """A tensor in C order, whose array orbax writes as it is."""
     if spare is not None and spare.dtype is source.dtype and spare.is_same_size(source):  # noqa: SIM102
         if not source.is_cuda or spare.is_pinned():
@@ -117,6 +87,17 @@ def _buffer_for(source: Tensor, spare: Tensor | None) -> Tensor:
     return flat.view(source.shape)
 
 
+def array(buffer: Tensor) -> np.ndarray[Any, Any]:
+    """The bits of a buffer as an array of the `carrier` type, in the same memory.
+
+    Example:
+        >>> array(torch.ones(2, dtype=torch.bfloat16))
+        array([16256, 16256], dtype=uint16)
+    """
+    is_carried = buffer.dtype in _CARRIED
+    return (buffer.view(torch.uint16 if buffer.itemsize == 2 else torch.uint8) if is_carried else buffer).numpy()
+
+
 def carrier(dtype: str) -> np.dtype[Any]:
     """The numpy type that stores the bits of the named dtype.
 
@@ -124,18 +105,7 @@ def carrier(dtype: str) -> np.dtype[Any]:
         >>> carrier("bfloat16"), carrier("float32")
         (dtype('uint16'), dtype('float32'))
     """
-    torch_dtype = DTYPES[dtype]
-    return torch.empty(0, dtype=_CARRIED.get(torch_dtype, torch_dtype)).numpy().dtype
-
-
-def size(dtype: str, shape: tuple[int, ...]) -> int:
-    """Bytes of the values.
-
-    Example:
-        >>> size("bfloat16", (2, 3))
-        12
-    """
-    return DTYPES[dtype].itemsize * math.prod(shape)
+    return array(torch.empty(0, dtype=DTYPES[dtype])).dtype
 
 
 def tensor(values: np.ndarray[Any, Any] | None, like: Tensor) -> Tensor:

@@ -82,7 +82,6 @@ def prepare(staging: Path, count: int) -> None:
         WriteFailed: the directory cannot be written to.
     """
     try:
-        remove_tree(staging)
         if count > 1:
             staging.mkdir()
         for part in range(count):
@@ -91,29 +90,12 @@ def prepare(staging: Path, count: int) -> None:
         raise write_failed(staging.parent, error) from error
 
 
-def clear(staging: Path, count: int) -> None:
-    """Delete what `prepare` has created. Every other process must have ended its wait for the reports."""
+def clear(root: Path, token: str) -> None:
+    """Delete what `prepare` has created for a save. Every other process must have ended its wait for the reports."""
     with suppress(OSError):
-        remove_tree(staging)
-        for part in range(count):
-            _report(staging, part).remove()
-
-
-def copied(root: Path, step: int, make: Callable[[], staging_.Buffers]) -> staging_.Buffers:
-    """Return ``make()``, in the caller's thread.
-
-    Raises:
-        WriteFailed: there is no memory for the copy.
-    """
-    try:
-        failpoint("snapshot.copy")
-        return make()
-    except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "memory" not in str(error):  # torch's form of a MemoryError
-            raise
-        hint = "use a larger machine or fewer workers: a save needs a copy of the state in host memory"
-        text = f"step {step}: no host copy: {type(error).__name__}: {error}"
-        raise WriteFailed(text, where=str(root), hint=hint) from error
+        for pattern in (f".tmp-*-{token}", f".tmp-*-{token}.*"):
+            for path in root.glob(pattern):
+                remove_tree(path)
 
 
 def run(job: Job) -> None:
@@ -218,7 +200,7 @@ def _write_part(job: Job, part: int) -> dict[str, File]:
     if count == 1:
         remove_tree(folder)
     leaves = job.manifest.leaves
-    arrays = {path: (leaves[path].dtype, buffer.numpy()) for path, buffer in job.buffers.items()}
+    arrays = {path: (leaves[path].dtype, staging_.array(buffer)) for path, buffer in job.buffers.items()}
     if arrays:
         try:
             orbax_io.write(folder, arrays, platforms=job.platforms)
