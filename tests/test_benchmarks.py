@@ -342,7 +342,7 @@ def test_the_share_of_an_h100s_peak_stands_beside_that_of_the_measured_rate(monk
 # --- several processes ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.optimized
+@pytest.mark.slow
 @pytest.mark.compile
 def test_contestants_on_two_processes_do_the_same_work():
     names = (parallel.DDP, parallel.FSDP, parallel.REPLICATED, parallel.SHARDED)

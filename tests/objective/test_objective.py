@@ -69,11 +69,21 @@ WEIGHTS = {
     "a criterion in a partial": (partial(CE(weight=CLASS_WEIGHT)), draw(6, 3), TARGETS, 13),
     "any callable": (lambda o, t: (o - t).square().sum(1).mean(), draw(6, 3), draw(6, 3, seed=2), 6),
     "kl": (nn.KLDivLoss(reduction="batchmean"), draw(6, 3).log_softmax(1), PROBABILITIES, 6),
+    "kl elements": (nn.KLDivLoss(), draw(6, 3).log_softmax(1), PROBABILITIES, 18),
+    "poisson": (nn.PoissonNLLLoss(), draw(6, 3), draw(6, 3, seed=2).abs(), 18),
+    "soft margin": (nn.SoftMarginLoss(), draw(6, 3), draw(6, 3, seed=2).sign(), 18),
+    "hinge": (nn.HingeEmbeddingLoss(), draw(6, 3), draw(6, 3, seed=2).sign(), 18),
+    "multi margin": (nn.MultiMarginLoss(), draw(6, 3), classes(6), 6),
+    "multilabel soft margin": (nn.MultiLabelSoftMarginLoss(), draw(6, 3), classes(6, 3).clamp(max=1), 6),
     "mse sum": (nn.MSELoss(reduction="sum"), draw(6, 3), draw(6, 3, seed=2), 1),
     "ce sum": (CE(reduction="sum"), draw(6, 3), TARGETS, 1),
 }
+if hasattr(nn, "LinearCrossEntropyLoss"):  # torch 2.13
+    WEIGHTS["linear ce"] = (nn.LinearCrossEntropyLoss(8, 3), draw(6, 8), TARGETS, 5)
+    WEIGHTS["linear ce class weights"] = nn.LinearCrossEntropyLoss(8, 3, weight=CLASS_WEIGHT), draw(6, 8), TARGETS, 13
 
 
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
 @pytest.mark.parametrize("case", WEIGHTS)
 def test_the_weight_is_what_the_mean_is_a_mean_over(case: str):
     criterion, outputs, targets, expected = WEIGHTS[case]
@@ -83,6 +93,7 @@ def test_the_weight_is_what_the_mean_is_a_mean_over(case: str):
     assert expected is None or loss.weight.item() == expected
 
 
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
 @pytest.mark.parametrize("case", [name for name in WEIGHTS if name not in ("ce nothing", "ce probabilities of one")])
 def test_parts_weighted_so_add_up_to_the_whole(case: str):
     """What the weight is for: sum(w_i mean_i) / sum(w_i) is the loss of the whole batch. Sums add up as they are."""
@@ -266,7 +277,9 @@ class TestBatches:
     def test_examples_of_nested_targets_are_counted_on_the_first(self):
         run = ps.supervised(lambda o, t: o.sum())
         assert run(identity, (X, {"boxes": draw(5, 4), "names": draw(5)})).weight == 5
-        assert run(identity, (X, (draw(6, 1), draw(6)))).weight == 6
+        assert run(identity, (X, (draw(6, 1), draw(6)))).weight == 6  # columns: they differ in rank
+        assert run(identity, (X, (draw(4, 1), draw(4, 1)))).weight == 4  # columns: they are as long as the inputs
+        assert run(identity, (X, [draw(5, 1), draw(5, 1), draw(5, 1)])).weight == 3  # an entry per example
         assert run(identity, (X, torch.tensor(1.0))).weight == 1
 
 
@@ -398,8 +411,8 @@ class TestHuggingFace:
         found = run(FakeForCausalLM(), tokens()).metrics["size"]
         assert (float(found.total), float(found.weight)) == (4 * 6 * 11, 4)
 
-    @pytest.mark.parametrize("batch", [(X, Y), {"input_ids": X}, X, None])
-    def test_without_labels_there_is_no_loss(self, batch: Any):
+    @pytest.mark.parametrize("batch", [(X, Y), X, None])
+    def test_a_batch_is_a_mapping(self, batch: Any):
         with pytest.raises(
             DataError, match=r"""batch: hf_loss needs a mapping with 'labels', .* \(cure: {"input_ids": ..."""
         ):

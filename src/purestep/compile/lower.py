@@ -82,7 +82,7 @@ def functional(graph: GraphModule, inputs: Sequence[Tensor], options: Mapping[st
             raise NotLowered("a kernel changes the size of its argument")
         if control_flow.operators(graph):
             raise NotLowered("higher-order operators")
-        yield Functional(fx_passes.finished(_functional(graph, fakes, mode)), fakes, mode)
+        yield Functional(fx_passes.checked(_functional(graph, fakes, mode)), fakes, mode)
 
 
 def compiled(given: Functional, *, cpp_wrapper: bool) -> Callable[[list[Tensor]], Any]:

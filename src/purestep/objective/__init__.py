@@ -3,7 +3,6 @@
 supervised           a criterion of outputs and targets
 huggingface          the losses that Hugging Face models compute
 masked_autoencoder   reconstruction of masked elements
-loss_inputs          checks of outputs and targets before a loss of torch
 measure              the result of a metric as a `Mean`
 """
 

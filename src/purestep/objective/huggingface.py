@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
@@ -13,47 +14,18 @@ from torch import Tensor
 from ..errors import DataError, StepContractError
 from ..metrics import functions
 from ..state import known_keywords
+from ..torch_ext import tracing
 from ..types import Loss, Metric, Objective
 from .measure import mean_of
 
 _HF_BATCH = '{"input_ids": ..., "labels": ...}'
-_CAUSAL = ("ForCausalLM", "ForConditionalGeneration")
-_UNSHIFTED = (  # decoders that expect shifted labels, although their names say otherwise
-    *("Bart", "BigBirdPegasus", "Blenderbot", "CpmAnt", "FlaubertWith", "MBart", "Marian", "Musicgen", "Mvp", "PLBart"),
-    *("Pegasus", "ProphetNet", "TrOCR", "Whisper", "XLMWith", "XLNet"),
+_OVER_LABELS = (
+    *("CausalLM", "LMHeadModel", "MaskedLM", "ConditionalGeneration", "MTModel", "EncoderDecoderModel"),
+    *("SequenceClassification", "TokenClassification", "ImageClassification", "VideoClassification"),
+    *("AudioClassification", "AudioFrameClassification", "ForXVector", "SemanticSegmentation"),
+    *("MultipleChoice", "NextSentencePrediction", "ForCTC"),
 )
-_SHIFTED = (  # further heads that shift labels
-    *("LMHeadModel", "ModelWithLMHead", "DoubleHeadsModel", "ForConditionalGeneration", "ForCausalImageModeling"),
-    *("BertGenerationDecoder", "Blip2Model", "BlipForQuestionAnswering", "ForProteinText2Text", "ForVisionText2Text"),
-)
-_ATTENDED = ("ElectraForPreTraining", "FunnelForPreTraining")
-"""Their loss is a mean over the attended tokens, whatever the labels are."""
-_UNKNOWN = (  # losses that are sums of several means, or means over boxes, masks, matched pairs or observed values
-    *("ForPreTraining", "ForPretraining", "DoubleHeadsModel", "ForMaskedImageModeling", "ForObjectDetection"),
-    *("ForSegmentation", "ForInstanceSegmentation", "ForUniversalSegmentation", "ForPanopticSegmentation"),
-    *("ForDepthEstimation", "ForNormalEstimation", "ForPrediction", "ForVideoGrounding", "ForRNNT", "ForTDT"),
-    *("ForTextToSpeech", "ForSpeechToSpeech", "ForGeneration", "ForKeypointMatching", "ForRegionToPhraseAlignment"),
-    *("ForImageMatting", "ForPoseEstimation", "ForPointmapEstimation", "ForOpticalFlow", "ForMultimodalAutoencoding"),
-    *(
-        "FastSpeech2ConformerModel",
-        "FastSpeech2ConformerWithHifiGan",
-        "TapasForQuestionAnswering",
-        "ForContrastiveLearning",
-    ),
-    *("MoshiForConditionalGeneration", "PI0ForConditionalGeneration", "TTSForConditionalGeneration"),
-    *("CsmForConditionalGeneration", "HiggsAudioV2ForConditionalGeneration", "SegGptForImageSegmentation"),
-    "BrosSpadeELForTokenClassification",
-    *("MusicgenForCausalLM", "MusicgenForConditionalGeneration"),
-    *("MusicgenMelodyForCausalLM", "MusicgenMelodyForConditionalGeneration"),
-)
-_CONTRASTIVE = ("Model", "ModelForConditionalGeneration")
-"""Endings of the names of models that compare the rows of a batch with each other; they take ``return_loss``."""
-_BIDIRECTIONAL = ("GemmaFor", "PaliGemmaFor")
-"""Beginnings of the names of models whose attention, with `use_bidirectional_attention`, is causal or not by the batch:
-transformers builds a causal mask for a batch with padding, and skips it for one without."""
-_LABELS = ("label", "labels")
-_LENGTHS = ("input_ids", "inputs_embeds", "input_features")
-"""Inputs whose second dimension is the number of positions that an answer may begin or end at."""
+"""Kinds of heads whose loss is a mean over labels, as parts of the names that transformers gives to classes."""
 
 
 @known_keywords
@@ -66,35 +38,30 @@ def hf_loss(
 ) -> Objective:
     """Build the objective of a Hugging Face model: the loss that the model computes, weighted by its counted labels.
 
-    The batch is a mapping; the model receives it as keyword arguments. The weight has the role of
-    ``num_items_in_batch`` in transformers: micro-batches with different numbers of tokens add up to the gradient of the
-    whole batch. It is
+    The batch is a mapping; the model receives it as keyword arguments. The weight is the number of labels that are not
+    ignored. A causal model predicts each label from the tokens before it, so the first label of every row does not
+    count. A model that takes ``num_items_in_batch``, as most of transformers do, receives this number and divides by
+    it: micro-batches with different numbers of labels then add up to the gradient of the whole batch, whatever its loss
+    is a mean over. For other models the weight is exact if their loss is a mean over the labels.
 
-    - the number of labels that are not ignored. A causal model predicts each label from the tokens before it, so the
-      first label of every row does not count, except after the virtual tokens of PEFT's prompt tuning;
-    - the number of rows for a batch without ``labels`` (two-tower models, which get ``return_loss=True``, and masked
-      images) and for a CTC loss, which is a mean over rows (1 if the model's configuration sums them);
-    - the number of answers (``start_positions``, ``end_positions``) within the tokens;
-    - the number of attended tokens for discriminators (`ElectraForPreTraining`);
-    - unknown for losses that are a sum of several means, or a mean over boxes, masks or observed values (pretraining
-      with two heads, two kinds of labels, a router's loss, detection, forecasts): labels or rows are counted, with a
-      warning. Contrastive losses (`CLIPModel`) warn too: they compare the rows of a batch, so micro-batches do not add
-      up.
+    Floating labels count each element, a CTC loss counts rows (1 if the model's configuration sums them), and
+    ``start_positions`` and ``end_positions`` count the answers within the tokens. Without any of them rows are counted,
+    and a warning says so; two-tower models then get ``return_loss=True``. A warning also says if the loss has further
+    terms (two kinds of labels, a router's loss), or if its kind is unknown (pretraining, detection).
 
     Args:
         metrics: name -> ``f(outputs, labels)``; without ``labels``, ``f(outputs, batch)``. Objects and collections of
             torchmetrics as in `supervised`.
-        causal: True if the model shifts the labels; None derives it from the model's class.
+        causal: True if the model shifts the labels; None derives it from the model's loss and class.
         ignore_index: the label value that does not count; None: -100, or that of a segmentation model's configuration.
-        weight: ``f(batch)`` returns the count that the model's loss is a mean over, a number or a 0-d tensor; None: as
-            above.
+        weight: ``f(batch)`` returns the count that the model's own loss is a mean over, a number or a 0-d tensor; None:
+            as above.
 
     Warns:
-        UserWarning: when called, if the weight is unknown, the loss is no mean over rows, or rows attend differently
-            with other rows (PaliGemma without ``token_type_ids``).
+        UserWarning: when called, if micro-batches may not add up to their batch.
 
     Raises:
-        DataError: when called, if the batch is not a mapping or has no labels.
+        DataError: when called, if the batch is not a mapping, or no tensor has rows.
         StepContractError: when called, if the model returns no loss, or a metric returns an invalid value.
 
     Example:
@@ -112,58 +79,42 @@ def hf_loss(
 
     def objective(model: Any, batch: Any, /, *context: Any) -> Loss:
         del context  # A Hugging Face loss depends on the batch only.
-        named = _labelled(model, batch)
-        outputs = model(**named)
-        _warn_of_skipped_mask(_module(model), named)
+        if not isinstance(batch, Mapping):
+            found = f"this is a {type(batch).__name__}"
+            raise DataError(f"hf_loss needs a mapping with 'labels', but {found}", where="batch", hint=_HF_BATCH)
+        named = dict(cast(Mapping[str, Any], batch))
+        module = getattr(model, "module", model)
+        # A `peft.PeftModel` has the name of the task type only.
+        base = module.get_base_model() if hasattr(module, "get_base_model") else module
+        given, sized = dict(named), _sized(named)
+        if "labels" not in named and _takes(type(base), "return_loss"):
+            given["return_loss"] = True
+        is_divided = weight is None and _divides(base)
+        if weight is None:
+            total = _count(module, base, named, sized, causal=causal, ignore_index=ignore_index)
+        else:
+            total = torch.as_tensor(weight(named))
+        if is_divided:
+            given["num_items_in_batch"] = total
+        outputs = model(**given)
         mean = _loss_of(outputs)
         if mean is None:
-            raise _no_loss(_module(model), named)
-        labels = named.get("labels")
-        targets, sized = (named if labels is None else labels), _sized(named)
+            raise _no_loss(module, named)
         if weight is None:
-            total = _weight(model, named, sized.shape[0], mean, causal=causal, ignore_index=ignore_index)
-        else:
-            total = torch.as_tensor(weight(named), device=mean.device)
+            _warn_of_doubt(base, named, is_divided=is_divided)
+        targets = named.get("labels", named)
         values = {name: mean_of(name, metric(outputs, targets), sized) for name, metric in measured.items()}
-        return Loss(mean, total.to(torch.float32), values)
+        return Loss(mean, total.to(mean.device, torch.float32), values)
 
     return objective
 
 
-def _labelled(model: Any, batch: Any) -> Mapping[str, Any]:
-    """Return the keyword arguments with which a Hugging Face model returns a loss."""
-    if isinstance(batch, Mapping):
-        named = cast(Mapping[str, Any], batch)
-        if any("label" in name or name in ("start_positions", "return_loss") for name in named):
-            return named
-        taken = inspect.signature(_base(_module(model)).forward).parameters
-        if "return_loss" in taken:
-            return {**named, "return_loss": True}
-        if named and _has_own_targets(taken):
-            return named
-    found = f"a mapping of {_names(batch)}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
-    raise DataError(f"hf_loss needs a mapping with 'labels', but this is {found}", where="batch", hint=_HF_BATCH)
-
-
-def _has_own_targets(taken: Mapping[str, inspect.Parameter]) -> bool:
-    """True if the arguments of a forward are named and none is a label: its inputs are the targets (masked images)."""
-    is_open = any(found.kind is found.VAR_POSITIONAL for found in taken.values())
-    return not is_open and not any("label" in name or name == "start_positions" for name in taken)
-
-
-def _names(named: Mapping[str, Any]) -> str:
-    return ", ".join(map(repr, named)) or "nothing"
-
-
-def _no_loss(module: Any, named: Mapping[str, Any]) -> StepContractError:
-    forward = inspect.signature(getattr(module, "forward", module)).parameters
-    missing = [name for name in forward if "label" in name and name not in named]
-    hint = f"add {' and '.join(map(repr, missing))}, arguments of its forward, to the batch" if missing else ""
-    return StepContractError(
-        f"the model returned no loss for a batch of {_names(named)}",
-        where=type(module).__name__,
-        hint=hint or "ps.supervised(criterion) for this model",
-    )
+def _sized(named: Mapping[str, Any]) -> Tensor:
+    """Return a tensor with the batch size: the labels if they are one tensor, else the first one with a dimension."""
+    tensors = [value for value in (named.get("labels"), *named.values()) if isinstance(value, Tensor) and value.dim()]
+    if not tensors:
+        raise DataError("it has no tensor with a batch dimension", where="batch", hint=_HF_BATCH)
+    return tensors[0]
 
 
 def _loss_of(outputs: Any) -> Any:
@@ -176,147 +127,128 @@ def _loss_of(outputs: Any) -> Any:
     return getattr(outputs, "loss", None)
 
 
-def _sized(named: Mapping[str, Any]) -> Tensor:
-    """Return a tensor with the batch size: the labels if they are one tensor, else the first one with a dimension."""
-    tensors = [value for value in (named.get("labels"), *named.values()) if isinstance(value, Tensor) and value.dim()]
-    if not tensors:
-        raise DataError("it has no tensor with a batch dimension", where="batch", hint=_HF_BATCH)
-    return tensors[0]
+def _no_loss(module: Any, named: Mapping[str, Any]) -> StepContractError:
+    taken = inspect.signature(getattr(module, "forward", module)).parameters
+    missing = [name for name in taken if "label" in name and name not in named]
+    hint = f"add {' and '.join(map(repr, missing))}, arguments of its forward, to the batch" if missing else ""
+    return StepContractError(
+        f"the model returned no loss for a batch of {', '.join(map(repr, named)) or 'nothing'}",
+        where=type(module).__name__,
+        hint=hint or "ps.supervised(criterion) for this model",
+    )
 
 
-def _weight(
-    model: Any, batch: Mapping[str, Any], rows: int, mean: Tensor, *, causal: bool | None, ignore_index: int | None
+def _count(
+    module: Any, base: Any, batch: Mapping[str, Any], sized: Tensor, *, causal: bool | None, ignore_index: int | None
 ) -> Tensor:
-    module = _module(model)
-    base = _base(module)
-    name, config, labels = _head(base), getattr(module, "config", None), batch.get("labels")
+    """The number that the loss is divided by, shape=()."""
+    name, config = type(base).__name__, getattr(base, "config", None)
+    labels, rows = batch.get("shift_labels", batch.get("labels")), sized.shape[0]
     if "ForCTC" in name:
-        return torch.full((), 1 if getattr(config, "ctc_loss_reduction", "") == "sum" else rows, device=mean.device)
-    if name in _ATTENDED and isinstance(labels, Tensor):
-        mask = batch.get("attention_mask")
-        return (mask == 1).sum() if isinstance(mask, Tensor) else torch.full((), labels.numel(), device=labels.device)
-    _warn_of_unknown(module, name, config, batch)
-    if isinstance(batch.get("start_positions"), Tensor):
-        return _answers(batch, rows)
-    if not isinstance(labels, Tensor):
-        return torch.full((), rows, device=mean.device)
-    segments = "ForSemanticSegmentation" in name
-    # With a single class, the loss of a segmentation model is a mean over all elements.
-    if labels.is_floating_point() or (segments and getattr(config, "num_labels", None) == 1):
-        return torch.full((), labels.numel(), device=labels.device)
-    if ignore_index is None:
-        ignore_index = getattr(config, "semantic_loss_ignore_index", -100) if segments else -100
-    shifts = _is_causal(module) if causal is None else causal
-    return ((labels[..., 1:] if shifts else labels) != ignore_index).sum()
+        rows = 1 if getattr(config, "ctc_loss_reduction", "") == "sum" else rows
+    elif isinstance(labels, Tensor):
+        is_segmented = "SemanticSegmentation" in name
+        # With a single class, the loss of a segmentation model is a mean over all elements.
+        if labels.is_floating_point() or (is_segmented and getattr(config, "num_labels", None) == 1):
+            return torch.full((), labels.numel(), device=labels.device)
+        if ignore_index is None:
+            ignore_index = getattr(config, "semantic_loss_ignore_index", -100) if is_segmented else -100
+        shifts = _shifts(module, base) if causal is None else causal
+        return ((labels[..., 1:] if shifts and "shift_labels" not in batch else labels) != ignore_index).sum()
+    elif isinstance(batch.get("start_positions"), Tensor):
+        # The loss is half a mean over the starts and half one over the ends. Models ignore what lies behind the tokens.
+        length = next((v.shape[1] for v in batch.values() if isinstance(v, Tensor) and v.dim() > 1), None)
+        places = [batch[name] for name in ("start_positions", "end_positions") if name in batch]
+        if length is not None:
+            return torch.stack([(place < length).sum() for place in places]).float().mean()
+    return torch.full((), rows, device=sized.device)
 
 
-def _answers(batch: Mapping[str, Any], rows: int) -> Tensor:
-    """The number of answers that lie in the tokens. Models ignore the others, as a tokenizer cuts them off.
-
-    The loss is half the mean over the starts and half the mean over the ends, so their numbers are averaged.
-    """
-    starts: Tensor = batch["start_positions"]
-    length = next((batch[name].shape[1] for name in _LENGTHS if isinstance(batch.get(name), Tensor)), None)
-    if length is None:
-        return torch.full((), rows, device=starts.device)
-    ends = batch.get("end_positions")
-    places = [place for place in (starts, ends) if isinstance(place, Tensor)]
-    return torch.stack([(place < length).sum() for place in places]).float().mean()
-
-
-def _warn_of_unknown(module: Any, name: str, config: Any, batch: Mapping[str, Any]) -> None:
-    cure = "(cure: ps.hf_loss(weight=lambda batch: ...))"
-    if name.endswith(_CONTRASTIVE) and "labels" not in batch:
-        text = (
-            f"the loss of {name} compares the rows of a batch with each other: losses of micro-batches do not add up "
-            f"to that of the batch; they are weighted by rows {cure}"
-        )
-    elif (why := _unknown(module, name, config, batch)) is not None:
-        text = (
-            f"the count that the loss of {name}{why} is a mean over is unknown: micro-batches and evaluations of "
-            f"several batches are weighted by labels or rows, which may be inexact {cure}"
-        )
-    else:
-        return
-    warnings.warn(text, UserWarning, stacklevel=4)
+def _shifts(module: Any, base: Any) -> bool:
+    """True if the first label of a row does not count, because no token is before it."""
+    adapter: Any = getattr(module, "active_peft_config", None)
+    config, name = getattr(base, "config", None), _head(base)
+    if getattr(adapter, "is_prompt_learning", False) and adapter.peft_type != "PREFIX_TUNING":
+        return False  # Virtual tokens of PEFT are before it.
+    if getattr(config, "is_encoder_decoder", False):
+        return False
+    is_causal = "CausalLM" in name or "LMHeadModel" in name or "ConditionalGeneration" in name
+    if _calls_loss_function(type(base)):
+        loss = base.loss_function
+        return loss.__name__ == "ForCausalLMLoss" or (is_causal and not loss.__module__.startswith("transformers."))
+    # Decoders of transformers that compute a loss without it expect labels that are shifted already.
+    return is_causal and ("ConditionalGeneration" in name or not hasattr(type(base), "loss_function"))
 
 
-def _warn_of_skipped_mask(module: Any, batch: Mapping[str, Any]) -> None:
-    base = _base(module)
-    name, config = _head(base), getattr(base, "config", None)
-    if not name.startswith(_BIDIRECTIONAL) or not _setting(config, "use_bidirectional_attention"):
-        return
-    text = getattr(config, "text_config", config)
-    is_skipped = getattr(text, "_attn_implementation", "") != "eager"
-    if is_skipped and "attention_mask" in batch and "token_type_ids" not in batch:
-        warnings.warn(
-            f"the attention of {name} is causal in a batch with padding and in a compiled step, and bidirectional in "
-            "an eager step on a batch without padding: micro-batches do not add up to their batch (cure: "
-            + ("pass token_type_ids" if name.startswith("Pali") else "load the model with attn_implementation='eager'")
-            + ")",
-            UserWarning,
-            stacklevel=3,
-        )
-
-
-def _unknown(module: Any, name: str, config: Any, batch: Mapping[str, Any]) -> str | None:
-    """The reason why the count of a loss is unknown, as part of a sentence; "" for the head; None if it is known."""
-    labels = [key for key in batch if key.endswith(_LABELS) and key != "shift_labels"]
-    is_alone = name.endswith("DoubleHeadsModel") and "mc_labels" not in batch
-    if (name.endswith(_UNKNOWN) and not is_alone) or _virtual_tokens(module) == "CPT":
-        return ""
-    if batch.get("output_router_logits", _setting(config, "output_router_logits")):
-        return " with the loss of its router (output_router_logits)"
-    if _setting(config, "z_loss_coefficient"):
-        return " with its z_loss_coefficient"
-    if "bbox_first_token_mask" in batch:
-        return " with bbox_first_token_mask"
-    if len(labels) > 1:
-        return f" with {' and '.join(labels)}"
-    return f" with {labels[0]}" if labels and labels[0] != "labels" and _is_wide(batch[labels[0]]) else None
-
-
-def _setting(config: Any, name: str) -> Any:
-    """A setting of a configuration, or of the one that it has for its language model."""
-    return getattr(config, name, getattr(getattr(config, "text_config", None), name, None))
-
-
-def _is_wide(found: Any) -> bool:
-    return isinstance(found, Tensor) and found.dim() > 1
-
-
-def _module(model: Any) -> Any:
-    return getattr(model, "module", model)
-
-
-def _base(module: Any) -> Any:
-    """Return the model inside of a `peft.PeftModel`, whose class has the name of the task type only."""
-    unwrap = getattr(module, "get_base_model", None)
-    return module if unwrap is None else unwrap()
+def _divides(base: Any) -> bool:
+    """True if a model's loss is divided by ``num_items_in_batch``; the rule of transformers' own Trainer."""
+    if not _calls_loss_function(type(base)):
+        return False
+    takes = getattr(base, "accepts_loss_kwargs", None)
+    return bool(takes) if takes is not None else _takes(type(base), "**")
 
 
 def _head(base: Any) -> str:
-    """Return the name of the first class from transformers among the model's bases, else that of its own class."""
-    kinds = type(base).__mro__
-    heads = (kind.__name__ for kind in kinds if kind.__module__.startswith("transformers.models."))
-    return next(heads, kinds[0].__name__)
+    """The name of the first class from transformers among the model's bases, else that of its own class."""
+    names = [kind.__name__ for kind in type(base).__mro__ if kind.__module__.startswith("transformers.models.")]
+    return names[0] if names else type(base).__name__
 
 
-def _virtual_tokens(module: Any) -> str:
-    """Return the PEFT type if PEFT prepends virtual tokens with labels to the tokens, else ""."""
-    config = getattr(module, "active_peft_config", None)
-    if config is None or not getattr(config, "is_prompt_learning", False):
-        return ""
-    kind = str(getattr(config.peft_type, "value", config.peft_type))
-    return "" if kind == "PREFIX_TUNING" else kind  # Prefix tuning changes keys and values only.
+def _warn_of_doubt(base: Any, batch: Mapping[str, Any], *, is_divided: bool) -> None:
+    """Warn if the loss of a batch may be something else than a mean over what was counted."""
+    name, config = _head(base), getattr(base, "config", None)
+    labels = [key for key in batch if key.endswith(("label", "labels")) and key != "shift_labels"]
+    text = getattr(config, "text_config", config)
+    is_routed = batch.get("output_router_logits", getattr(text, "output_router_logits", False))
+    is_counted = isinstance(batch.get("labels", batch.get("start_positions")), Tensor)
+    is_known = is_divided or "start_positions" in batch or any(kind in name for kind in _OVER_LABELS)
+    if is_routed or getattr(text, "z_loss_coefficient", 0):
+        why = "has further terms (output_router_logits, z_loss_coefficient)"
+    elif len(labels) > 1:
+        why = f"has {' and '.join(labels)}"
+    elif not is_counted:
+        why = "has no tensor of labels, and may compare the rows of a batch with each other"
+    elif hasattr(type(base), "loss_function") and not is_known:
+        why = "is of an unknown kind"
+    else:
+        return
+    _say(
+        f"the loss of {name} {why}: it is weighted by {'labels' if is_counted else 'rows'}, and the losses of "
+        "micro-batches may not add up to that of their batch (cure: ps.hf_loss(weight=lambda batch: ...))"
+    )
 
 
-def _is_causal(module: Any) -> bool:
-    """Return True if the first label of a row does not count, because no token is before it."""
-    if _virtual_tokens(module):
-        return False
-    base = _base(module)
-    name = _head(base)
-    if name.startswith(_UNSHIFTED) or getattr(getattr(base, "config", None), "is_encoder_decoder", False):
-        return False
-    return "CausalLM" in name or name.endswith(_SHIFTED) or getattr(base, "loss_type", "") in _CAUSAL
+# Dynamo, in a user's `torch.compile`, reads none of these, so it calls them once.
+
+
+@tracing.constant_in_graph
+def _say(text: str) -> bool:
+    warnings.warn(text, UserWarning, stacklevel=4)
+    return True
+
+
+@tracing.constant_in_graph
+def _takes(kind: type, name: str) -> bool:
+    """True if the forward of a class of models has an argument of this name; ``**``: if it takes any."""
+    return name in _arguments(kind)
+
+
+@tracing.constant_in_graph
+def _calls_loss_function(kind: type) -> bool:
+    """True if a class of transformers leaves its loss to ``self.loss_function``, which counts by one rule."""
+    return "loss_function" in _read_names(kind)
+
+
+@functools.cache
+def _arguments(kind: Any) -> frozenset[str]:
+    found = inspect.signature(kind.forward).parameters.values()
+    return frozenset("**" if one.kind is one.VAR_KEYWORD else one.name for one in found)
+
+
+@functools.cache
+def _read_names(kind: Any) -> frozenset[str]:
+    """The names of attributes that a class's forward reads, those of its bases included."""
+    if not hasattr(kind, "loss_function"):
+        return frozenset()
+    forwards = [inspect.unwrap(vars(base)["forward"]) for base in kind.__mro__ if "forward" in vars(base)]
+    return frozenset(name for forward in forwards if hasattr(forward, "__code__") for name in forward.__code__.co_names)

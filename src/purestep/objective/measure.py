@@ -43,13 +43,13 @@ def mean_of(name: str, value: Any, targets: Any, inputs: Any = None) -> Any:
 def leading(targets: Any, inputs: Any = None) -> int:
     """Count the examples: the leading dimension of a tensor (1 for a 0-d tensor), or the length of a list.
 
-    A list has one entry per example (such as the boxes of an image), unless it is a list of columns: all its tensors
-    have the leading dimension of the inputs, or one leading dimension and different ranks or dtypes (the targets of two
-    heads). A mapping is counted by its first value.
+    A list has one entry per example (such as the boxes of an image), unless it is a list of columns: tensors with one
+    leading dimension, which is that of the inputs, or which differ in rank or dtype (the targets of two heads). A
+    mapping is counted by its first value.
 
     Args:
         targets: a tensor, or a mapping, list or tuple.
-        inputs: the inputs of the same batch.
+        inputs: the inputs of the same batch, a tensor or a mapping.
 
     Raises:
         DataError: the targets cannot be counted.
@@ -64,7 +64,8 @@ def leading(targets: Any, inputs: Any = None) -> int:
     if isinstance(targets, Mapping) and targets:
         return leading(next(iter(cast(Mapping[str, Any], targets).values())), inputs)
     if isinstance(targets, tuple | list) and targets:
-        return _examples_of_list(cast("tuple[Any, ...] | list[Any]", targets), inputs)
+        entries = cast("tuple[Any, ...] | list[Any]", targets)
+        return _rows_of_columns(entries, inputs) or len(entries)
     raise DataError(
         f"cannot count the examples of {describe(targets)}",
         where="targets",
@@ -72,48 +73,15 @@ def leading(targets: Any, inputs: Any = None) -> int:
     )
 
 
-def _examples_of_list(targets: tuple[Any, ...] | list[Any], inputs: Any) -> int:
-    rows, count = _rows(targets), len(targets)
-    if rows is not None and (rows in _sizes(inputs) or _are_columns(targets)):
-        return rows
-    lengths = {len(cast(Any, entry)) if isinstance(entry, tuple | list) else None for entry in targets}
-    length = lengths.pop()
-    if not lengths and length is not None and length != count and length in _sizes(inputs, lists=True):
-        return length  # Each column is a list with one entry per example.
-    return count
-
-
-def _sizes(inputs: Any, *, lists: bool = False) -> set[int]:
-    """Return the leading dimensions of the model's inputs; with ``lists`` also the lengths of lists."""
-    if isinstance(inputs, Tensor):
-        return {inputs.shape[0]} if inputs.dim() else set()
-    if isinstance(inputs, Mapping):
-        parts = list(cast(Mapping[Any, Any], inputs).values())
-        return {size for part in parts for size in _sizes(part, lists=lists)}
-    if not isinstance(inputs, tuple | list):
-        return set()
-    entries = cast("tuple[Any, ...] | list[Any]", inputs)
-    rows = _rows(entries)
-    sizes: set[int] = {rows} if rows is not None and _are_columns(entries) else set()
-    return sizes | {len(entries)} if lists else sizes
-
-
-def _rows(node: Any) -> int | None:
-    """Return the common leading dimension of all tensors inside; None if there is none, or a leaf is not a tensor."""
-    if isinstance(node, Tensor):
-        return node.shape[0] if node.dim() else None
-    parts: list[Any] = list(cast(Any, node).values() if isinstance(node, Mapping) else node) if _is_node(node) else []
-    sizes = {_rows(part) for part in parts}
-    return sizes.pop() if len(sizes) == 1 else None
-
-
-def _is_node(node: Any) -> bool:
-    return isinstance(node, Mapping | tuple | list)
-
-
-def _are_columns(parts: tuple[Any, ...] | list[Any]) -> bool:
-    """Return True if all parts are tensors and they differ in rank or dtype; entries per example do not differ."""
-    return all(isinstance(part, Tensor) for part in parts) and len({(part.dim(), part.dtype) for part in parts}) > 1
+def _rows_of_columns(entries: tuple[Any, ...] | list[Any], inputs: Any) -> int | None:
+    """Return the common leading dimension of columns; None for entries per example."""
+    if not all(isinstance(entry, Tensor) and entry.dim() for entry in entries):
+        return None
+    rows = entries[0].shape[0]
+    given = next(iter(cast(Mapping[str, Any], inputs).values()), None) if isinstance(inputs, Mapping) else inputs
+    is_as_inputs = isinstance(given, Tensor) and given.dim() > 0 and given.shape[0] == rows
+    are_columns = is_as_inputs or len({(entry.dim(), entry.dtype) for entry in entries}) > 1
+    return rows if are_columns and all(entry.shape[0] == rows for entry in entries) else None
 
 
 def describe(value: Any) -> str:

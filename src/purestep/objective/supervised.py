@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -15,9 +16,24 @@ from ..errors import ConfigError, DataError, StepContractError
 from ..metrics import functions
 from ..state import known_keywords
 from ..types import Loss, Metric, Objective
-from .loss_inputs import called, check_of, is_elementwise, is_from_torch
 from .measure import leading, mean_of
 
+_OVER_ELEMENTS: tuple[type, ...] = (
+    *(nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss),
+    *(nn.KLDivLoss, nn.PoissonNLLLoss, nn.SoftMarginLoss, nn.HingeEmbeddingLoss),
+)
+_FUNCTIONS_OVER_ELEMENTS = (
+    *(functional.mse_loss, functional.l1_loss, functional.smooth_l1_loss, functional.huber_loss),
+    *(functional.binary_cross_entropy, functional.binary_cross_entropy_with_logits, functional.kl_div),
+    *(functional.poisson_nll_loss, functional.soft_margin_loss, functional.hinge_embedding_loss),
+)
+"""Losses that compare each output with the target at its place: a mean over elements."""
+_OVER_CLASSES: tuple[type, ...] = (
+    *(nn.CrossEntropyLoss, nn.NLLLoss),
+    *((nn.LinearCrossEntropyLoss,) if hasattr(nn, "LinearCrossEntropyLoss") else ()),
+)
+_FUNCTIONS_OVER_CLASSES = (functional.cross_entropy, functional.nll_loss)
+"""Losses of class indices: a mean over the targets that are not ignored, each with the weight of its class."""
 _TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 
 
@@ -32,16 +48,15 @@ def supervised(
     """Build the objective ``criterion(model(inputs), targets)``, with the weight that makes accumulation exact.
 
     The weight is the count that the criterion's mean divides by: for cross entropy the summed class weights of the
-    targets that are not ignored, for elementwise losses the number of elements, for any other callable the number of
-    examples. It is 1 for ``reduction="sum"``, which goes with neither ``accumulate`` nor ``microbatches`` nor several
-    processes. A `functools.partial` of one of torch's losses counts as that loss, with the
-    settings in the partial. A criterion with parameters trains with the model, under names that begin with
-    ``objective.``.
+    targets that are not ignored, for elementwise losses of torch the number of elements, for any other callable the
+    number of examples. It is 1 for ``reduction="sum"``, which goes with neither ``accumulate`` nor ``microbatches``
+    nor several processes. A `functools.partial` of one of torch's losses counts as that loss, with the settings in the
+    partial. A criterion with parameters trains with the model, under names that begin with ``objective.``.
 
     Examples are counted by the leading dimension of the targets. A list or tuple of targets has one entry per example
-    (the boxes of an image, the labels of a graph), unless its tensors are columns: all of them have the leading
-    dimension of the inputs, or one leading dimension and different ranks or dtypes, as the targets of two heads. The
-    weight of a metric that returns a bare tensor is the number of examples.
+    (the boxes of an image, the labels of a graph), unless its tensors are columns: they have one leading dimension,
+    which is that of the inputs, or they differ in rank or dtype, as the targets of two heads. The weight of a metric
+    that returns a bare tensor is the number of examples.
 
     Args:
         criterion: a loss such as `torch.nn.CrossEntropyLoss()`, or any ``f(outputs, targets) -> 0-d tensor``.
@@ -54,9 +69,8 @@ def supervised(
     Raises:
         ConfigError: the criterion is one of torch's losses with ``reduction="none"``, or a class, not an instance.
         DataError: when called, if the batch is not a pair or mapping of inputs and targets, or cannot be counted.
-        StepContractError: when called, if one of torch's losses gets outputs and targets whose shapes differ (it would
-            broadcast them) or dtypes do not fit, or a dict or tuple as outputs; if the criterion does not return a
-            tensor, or a metric returns an invalid value.
+        StepContractError: when called, if an elementwise loss of torch gets outputs and targets whose shapes differ (it
+            would broadcast them), if the criterion does not return a tensor, or if a metric returns an invalid value.
 
     Example:
         >>> import torch, purestep as ps
@@ -70,18 +84,18 @@ def supervised(
         name = criterion.__name__
         raise ConfigError("the criterion is a class, not an instance", where=name, hint=f"{name}()")
     # A user's criterion may have such a setting and reduce later; the step checks the result.
-    if _setting(criterion, "reduction", "mean") == "none" and is_from_torch(called(criterion)):
+    if _setting(criterion, "reduction", "mean") == "none" and _is_from_torch(criterion):
         raise ConfigError('reduction="none" gives no scalar', where="criterion", hint='reduction="mean"')
     measured = functions(metrics)
     module = criterion if isinstance(criterion, nn.Module) and _has_tensors(criterion) else None
-    split, run, check = prepare or split_batch, forward or call_model, check_of(criterion)
+    split, run, is_elementwise = prepare or split_batch, forward or call_model, _is_elementwise(criterion)
 
     def objective(model: Any, batch: Any, /, *context: Any) -> Loss:
         del context  # A supervised loss depends on the batch only.
         inputs, targets = split(batch)
         outputs = run(model, inputs)
-        if check is not None:
-            check(outputs, targets)
+        if is_elementwise:
+            _check_shapes(criterion, outputs, targets)
         mean: Any = criterion(outputs, targets) if module is None else _bound(model, module)(outputs, targets)
         if not isinstance(mean, Tensor):
             raise StepContractError(
@@ -152,27 +166,60 @@ def _bound_weight(model: Any, module: nn.Module | None) -> Tensor | None:
     return cast(Tensor | None, getattr(module, "weight", None))
 
 
+def _called(criterion: Any) -> Any:
+    """The loss under a `functools.partial` of keyword arguments; any other criterion itself."""
+    # A partial with positional arguments is not called with (outputs, targets).
+    return criterion.func if isinstance(criterion, functools.partial) and not criterion.args else criterion
+
+
 def _setting(criterion: Any, name: str, default: Any) -> Any:
-    """Return a setting of the criterion."""
     if isinstance(criterion, functools.partial) and name in criterion.keywords:
         return criterion.keywords[name]
-    return getattr(called(criterion), name, default)
+    return getattr(_called(criterion), name, default)
+
+
+def _is_from_torch(criterion: Any) -> bool:
+    loss = _called(criterion)
+    named = loss if isinstance(loss, types.FunctionType | types.BuiltinFunctionType) else type(loss)
+    return (named.__module__ or "").startswith("torch.")
+
+
+def _is_elementwise(criterion: Any) -> bool:
+    loss = _called(criterion)
+    return isinstance(loss, _OVER_ELEMENTS) or loss in _FUNCTIONS_OVER_ELEMENTS
+
+
+def _check_shapes(criterion: Any, outputs: Any, targets: Any) -> None:
+    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor) or outputs.shape == targets.shape:
+        return  # The loss itself refuses what is no tensor.
+    loss = _called(criterion)
+    if targets.shape == (*outputs.shape, 1):
+        hint = "prepare=lambda batch: (batch[0], batch[1].squeeze(-1))"
+    elif outputs.shape == (*targets.shape, 1):
+        hint = "forward=lambda model, x: model(x).squeeze(-1)"
+    else:
+        hint = "forward=..., prepare=...); give both one shape (targets.expand_as(outputs) for one of many"
+    raise StepContractError(
+        f"outputs {list(outputs.shape)} and targets {list(targets.shape)}: the loss would compare each output with "
+        "targets of other rows",
+        where=str(getattr(loss, "__name__", type(loss).__name__)),
+        hint=f"ps.supervised(..., {hint})",
+    )
 
 
 def _weight(
     criterion: Any, class_weight: Tensor | None, outputs: Any, targets: Any, inputs: Any, mean: Tensor
 ) -> Tensor:
-    if _setting(criterion, "reduction", "mean") == "sum":
+    loss, reduction = _called(criterion), _setting(criterion, "reduction", "mean")
+    if reduction == "sum":
         return torch.ones((), dtype=torch.float32, device=mean.device)
-    loss = called(criterion)
-    if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) or loss in (
-        functional.cross_entropy,
-        functional.nll_loss,
-    ):
+    if isinstance(loss, _OVER_CLASSES) or loss in _FUNCTIONS_OVER_CLASSES:
         if class_weight is None:
             class_weight = _setting(criterion, "weight", None)
-        return _counted_targets(targets, _setting(criterion, "ignore_index", -100), class_weight)
-    size = outputs.numel() if is_elementwise(loss) else leading(targets, inputs)
+        ignored = _setting(criterion, "ignore_index", None)
+        return _counted_targets(targets, -100 if ignored is None else ignored, class_weight)
+    is_over_elements = _is_elementwise(criterion) and reduction == "mean"
+    size = outputs.numel() if is_over_elements else leading(targets, inputs)
     return torch.full((), size, dtype=torch.float32, device=mean.device)
 
 

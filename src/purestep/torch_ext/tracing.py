@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import importlib
 import traceback
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any, TypeAlias
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from torch.utils._pytree import tree_map_only
 
 from ..errors import StepContractError
 from . import global_rng
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 # torch has no public names for the active transforms and modes.
 _C: Any = importlib.import_module("torch._C")
@@ -77,6 +80,21 @@ def capturing() -> Generator[None]:
 
 
 _rehearsing: ContextVar[bool] = ContextVar("rehearsing", default=False)
+
+
+def constant_in_graph(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """As `torch.compiler.assume_constant_result`, without loading Dynamo: in a user's `torch.compile` the function is
+    called once, and its result is a constant of the graph.
+
+    Example:
+        >>> @constant_in_graph
+        ... def name_of(kind: type) -> str:
+        ...     return kind.__name__
+        >>> name_of(int)
+        'int'
+    """
+    function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+    return function
 
 
 def in_rehearsal() -> bool:

@@ -1,0 +1,72 @@
+"""Outputs and targets that torch's losses would broadcast are errors with the cure."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import purestep as ps
+from purestep.errors import StepContractError
+
+CE, BCE, MSE = nn.CrossEntropyLoss(), nn.BCEWithLogitsLoss(), nn.MSELoss()
+
+# criterion, outputs, targets, the cure
+WRONG: dict[str, tuple[Any, Any, Any, str]] = {
+    "mse column": (MSE, torch.ones(32, 1), torch.ones(32), "forward=lambda model, x: model(x).squeeze(-1)"),
+    "mse row": (MSE, torch.ones(32), torch.ones(32, 1), "prepare=lambda batch: (batch[0], batch[1].squeeze(-1))"),
+    "mse of one": (MSE, torch.ones(4, 3), torch.ones(1, 3), "targets.expand_as(outputs)"),
+    "mse folded": (MSE, torch.ones(4, 6), torch.ones(4, 2, 3), "give both one shape"),
+    "l1": (nn.L1Loss(), torch.ones(8, 1), torch.ones(8), ".squeeze(-1)"),
+    "a function": (functional.smooth_l1_loss, torch.ones(8, 1), torch.ones(8), ".squeeze(-1)"),
+    "a partial": (partial(functional.mse_loss), torch.ones(8, 1), torch.ones(8), ".squeeze(-1)"),
+    "kl": (nn.KLDivLoss(), torch.ones(8, 1), torch.ones(8), ".squeeze(-1)"),
+    "bce column": (BCE, torch.ones(8, 1), torch.ones(8), "model(x).squeeze(-1)"),
+}
+
+
+def run(criterion: Any, outputs: Any, targets: Any) -> ps.Loss:
+    return ps.supervised(criterion)(lambda x: outputs, (torch.ones(8, 1), targets))
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_the_error_shows_the_line_to_write(case: str):
+    criterion, outputs, targets, cure = WRONG[case]
+    with pytest.raises(StepContractError) as caught:
+        run(criterion, outputs, targets)
+    assert cure in caught.value.hint
+    named = getattr(criterion, "func", criterion)
+    assert caught.value.where == getattr(named, "__name__", type(named).__name__)
+
+
+def test_a_column_against_a_row_is_refused_in_a_run_and_its_cure_trains():
+    x, y = torch.randn(32, 4), torch.randn(32)
+    refused = ps.program(nn.Linear(4, 1), ps.supervised(MSE), ps.optim.sgd(0.1))
+    with pytest.raises(StepContractError, match=r"outputs \[32, 1\].*targets \[32\]"):
+        ps.fit(refused.init(), [(x, y)], refused, epochs=1, progress=False)
+    with pytest.raises(StepContractError, match="MSELoss"):
+        ps.evaluate(refused.init(), [(x, y)], refused.eval_step)  # type: ignore[arg-type]
+    cured = ps.supervised(MSE, forward=lambda model, x: model(x).squeeze(-1))
+    program = ps.program(nn.Linear(4, 1), cured, ps.optim.sgd(0.1))
+    _, metrics = program.train_step(program.init(), (x, y))
+    assert float(metrics["loss"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("criterion", "outputs", "targets"),
+    [
+        (MSE, torch.ones(8, 1), torch.ones(8, 1)),
+        (MSE, torch.ones(8, 1), torch.ones(8, 1).long()),
+        (CE, torch.ones(8, 3), torch.ones(8, 3) / 3),
+        (CE, torch.ones(3), torch.tensor(1)),
+        (CE, torch.ones(8, 3), torch.zeros(8, dtype=torch.uint8)),
+        (lambda outputs, targets: (outputs - targets).square().mean(), torch.ones(8, 1), torch.ones(8)),
+        (lambda outputs, targets: outputs["a"].mean(), {"a": torch.ones(8)}, torch.ones(8)),
+    ],
+)
+def test_others_are_left_to_the_loss(criterion: Any, outputs: Any, targets: Any):
+    assert torch.isfinite(run(criterion, outputs, targets).mean)
