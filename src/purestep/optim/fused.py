@@ -22,11 +22,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import tree
 from ..torch_ext import foreach, read, tensor_layout, tracing
 from ..types import Params, Tree
 from .arguments import Scalar
-from .base import Kind, Transform, global_norm, kind_of
+from .base import Transform, global_norm, kind_of
 from .counts import update_counts
 from .numerics import by_name, in_dtype, rate_at
 from .scale import rate_leaf
@@ -43,12 +42,15 @@ _OPTIMIZERS: dict[tuple[str, ...], str] = {
     ("learning_rate",): "sgd",
 }
 """The last kinds of a chain, longest first, and the kernel that computes them."""
+_NESTED = (("partition",), ("inject",))
+"""The last kinds of a chain that have transforms inside."""
 
 
 class Change(NamedTuple):
     """Updates to clip or to scale in place."""
 
-    kind: Kind
+    kind: str  # "clip", "scale"
+    options: dict[str, Any]
     names: list[str]
 
 
@@ -120,7 +122,7 @@ def run(
         if isinstance(each, Change):
             is_whole = index == 0 and len(each.names) == len(updates)
             given = {name: updates[name] for name in each.names}
-            updates |= _changed(each.kind, given, norm if is_whole else None)
+            updates |= _changed(each, given, norm if is_whole else None)
             continue
         names = [name for name in each.names if name not in unused]
         if names:
@@ -133,74 +135,43 @@ def run(
 # --- which kernel ---------------------------------------------------------------------------------------------------
 
 
-def _planned(work: list[Change | Call], tx: Transform, updates: Params, state: Tree, params: Params) -> Tree | None:
-    """Append the work of a transform; return its state after the update, or None if it has no plan."""
-    kind = kind_of(tx)
-    if kind is None:
-        return None
-    if kind.name == "partition":
-        groups = dict(state.groups)
-        for label, group in state.groups.items():
-            if any(name not in updates for name in group.selected):
-                return None  # `update` raises the error
-            if group.selected:
-                own = [{name: p for name, p in named.items() if name in group.selected} for named in (updates, params)]
-                inner = _planned(work, kind.options["transforms"][label], own[0], group.inner, own[1])
-                if inner is None:
-                    return None
-                groups[label] = group._replace(inner=inner)
-        return state._replace(groups=groups)
-    if kind.name == "inject":
-        built, new = kind.options["build"](state)
-        inner = _planned(work, built, updates, state.inner, params)
-        return None if inner is None else new._replace(inner=inner)
-    return _planned_chain(work, tx, updates, state, params)
-
-
 class _Part(NamedTuple):
     """A part of a chain."""
 
-    tx: Transform
+    name: str  # of its kind; a masked decay is a decay
+    options: dict[str, Any]
     state: Tree
 
 
-def _planned_chain(
-    work: list[Change | Call], tx: Transform, updates: Params, state: Tree, params: Params
-) -> Tree | None:
+def _planned(work: list[Change | Call], tx: Transform, updates: Params, state: Tree, params: Params) -> Tree | None:
+    """Append the work of a transform; return its state after the update, or None if it has no plan."""
     parts = _parts(tx, state)
-    names = tuple(_name(part.tx) for part in parts)
-    if not names:
-        return None
-    if names[-1] in ("partition", "inject"):
-        tail = names[-1:]
-    else:
-        tail = next((known for known in _OPTIMIZERS if names[-len(known) :] == known), None)
+    names = tuple(part.name for part in parts)
+    tail = next((known for known in (*_OPTIMIZERS, *_NESTED) if names[-len(known) :] == known), None)
     if tail is None or any(name not in ("clip", "scale") for name in names[: -len(tail)]):
         return None
-    states = [part.state for part in parts]
-    for part in parts[: -len(tail)]:
-        kind = kind_of(part.tx)
-        assert kind is not None
-        work.append(Change(kind, list(updates)))
-    if tail in _OPTIMIZERS:
-        found = _optimizer(work, dict(zip(tail, parts[-len(tail) :], strict=True)), tail, updates, params)
-        if found is None:
-            return None
-        states[-len(tail) :] = found
+    first, last = parts[: -len(tail)], parts[-len(tail) :]
+    work += [Change(part.name, part.options, list(updates)) for part in first]
+    if tail in _NESTED:
+        inner = (_partition if tail == ("partition",) else _inject)(work, last[0], updates, params)
+        new = None if inner is None else [inner]
     else:
-        states[-1] = _planned(work, parts[-1].tx, updates, states[-1], params)
-        if states[-1] is None:
-            return None
-    return _nested(tx, iter(states))
+        new = _optimizer(work, tail, last, updates, params)
+    return None if new is None else _nested(tx, iter([*(part.state for part in first), *new]))
 
 
 def _parts(tx: Transform, state: Tree) -> list[_Part]:
     """The parts of nested chains, in order."""
     kind = kind_of(tx)
-    if kind is None or kind.name != "chain" or len(state) != len(kind.options["transforms"]):
-        return [_Part(tx, state)]
-    pairs = zip(kind.options["transforms"], state, strict=True)
-    return [part for inner, own in pairs for part in _parts(inner, own)]
+    if kind is None:
+        return [_Part("", {}, state)]
+    if kind.name == "chain" and len(state) == len(kind.options["transforms"]):
+        pairs = zip(kind.options["transforms"], state, strict=True)
+        return [part for inner, own in pairs for part in _parts(inner, own)]
+    inner = kind_of(kind.options["inner"]) if kind.name == "masked" else None
+    if inner is not None and inner.name == "decay":
+        return [_Part("decay", {**inner.options, "is_masked": True}, state)]
+    return [_Part(kind.name, kind.options, state)]
 
 
 def _nested(tx: Transform, states: Iterator[Tree]) -> Tree:
@@ -211,75 +182,72 @@ def _nested(tx: Transform, states: Iterator[Tree]) -> Tree:
     return tuple([_nested(inner, states) for inner in kind.options["transforms"]])
 
 
-def _name(tx: Transform) -> str:
-    """The name of a part's kind; a masked decay is a decay."""
-    kind = kind_of(tx)
-    if kind is None:
-        return ""
-    return "decay" if kind.name == "masked" and _name(kind.options["inner"]) == "decay" else kind.name
+def _partition(work: list[Change | Call], part: _Part, updates: Params, params: Params) -> Tree | None:
+    groups = dict(part.state.groups)
+    for label, group in part.state.groups.items():
+        if any(name not in updates for name in group.selected):
+            return None  # `update` raises the error
+        if group.selected:
+            own = [{name: p for name, p in named.items() if name in group.selected} for named in (updates, params)]
+            inner = _planned(work, part.options["transforms"][label], own[0], group.inner, own[1])
+            if inner is None:
+                return None
+            groups[label] = group._replace(inner=inner)
+    return part.state._replace(groups=groups)
+
+
+def _inject(work: list[Change | Call], part: _Part, updates: Params, params: Params) -> Tree | None:
+    tx, new = part.options["build"](part.state)
+    inner = _planned(work, tx, updates, part.state.inner, params)
+    return None if inner is None else new._replace(inner=inner)
 
 
 def _optimizer(
-    work: list[Change | Call], parts: dict[str, _Part], tail: tuple[str, ...], updates: Params, params: Params
+    work: list[Change | Call], tail: tuple[str, ...], last: list[_Part], updates: Params, params: Params
 ) -> list[Tree] | None:
-    """Append the calls for an optimizer; return the states of its parts after the update."""
-    options: dict[str, Any] = {}
-    moments: list[Params] = []
-    counts: dict[str, Tensor] = {}
-    states = {name: part.state for name, part in parts.items()}
-    for name in ("adam", "trace"):
-        kind = kind_of(parts[name].tx) if name in parts else None
-        options |= {} if kind is None else kind.options
-    if "adam" in parts:
-        own = states["adam"]
-        moments = [own.mu, own.nu]
-    elif "trace" in parts:
-        moments = [states["trace"].trace]
-    else:
-        options = {"momentum": 0.0, "nesterov": False}
-    groups = _decays(parts["decay"], updates) if "decay" in parts else [(list(updates), 0.0)]
-    numbers = [*options.values(), *(amount for _, amount in groups)]
+    """Append the calls for the last parts of a chain; return their states after the update."""
+    parts, states = dict(zip(tail, last, strict=True)), dict(zip(tail, [part.state for part in last], strict=True))
+    adam, trace, moments = parts.get("adam"), parts.get("trace"), list[Params]()
+    options: dict[str, Any] = {"momentum": 0.0, "nesterov": False}
+    if adam is not None:
+        options, moments = adam.options, [adam.state.mu, adam.state.nu]
+    elif trace is not None:
+        options, moments = trace.options, [trace.state.trace]
+    decays = _decays(parts["decay"], updates) if "decay" in parts else [(list(updates), 0.0)]
+    numbers = [*options.values(), *(decay for _, decay in decays)]
     if any(isinstance(number, Tensor) for number in numbers) or not _fit(params, updates, *moments):
         return None
-    scaled = states["learning_rate"]
-    rate = _rate(parts["learning_rate"])
+    rate, scaled = _rate(parts["learning_rate"]), states["learning_rate"]
     if rate is None:
         return None
-    if "adam" in parts:
-        own = states["adam"]
-        counts = by_name((update_counts(own, updates) + 1).float(), updates)
-        states["adam"] = own._replace(step=own.step + 1)
     states["learning_rate"] = scaled._replace(step=scaled.step + 1, learning_rate=rate_leaf(rate, scaled.step))
-    for names, amount in groups:
-        given = {**options, "lr": rate, "weight_decay": amount}
+    counts: dict[str, Tensor] = {}
+    if adam is not None:
+        counts = by_name((update_counts(adam.state, updates) + 1).float(), updates)
+        states["adam"] = adam.state._replace(step=adam.state.step + 1)
+    for names, decay in decays:
+        given = {**options, "lr": rate, "weight_decay": decay}
         work.append(Call(_OPTIMIZERS[tail], names, moments, counts, given))
     return list(states.values())
 
 
 def _rate(part: _Part) -> Scalar | None:
     """The learning rate of this update; None for one that a kernel does not take."""
-    kind, step = kind_of(part.tx), part.state.step
-    assert kind is not None
-    rate = rate_at(kind.options["learning_rate"], step)
-    if isinstance(rate, Tensor):
-        if tracing.followed([rate]):
-            return None
-        rate = rate.detach().to(step.device)
-        return rate if rate.device.type == "cpu" else rate.float()  # the kernels on a GPU read a float32
-    return rate if 0 <= rate < math.inf else None  # `update` gives the step a number to refuse
+    step = part.state.step
+    rate = rate_at(part.options["learning_rate"], step)
+    if not isinstance(rate, Tensor):
+        return rate if 0 <= rate < math.inf else None  # the step refuses it after `Transform.update`
+    if tracing.followed([rate]):
+        return None
+    rate = rate.detach().to(step.device)
+    return rate if rate.device.type == "cpu" else rate.float()  # the kernels on a GPU read a float32
 
 
 def _decays(part: _Part, updates: Params) -> list[tuple[list[str], Scalar]]:
     """The parameters that decay, and those that do not, each with its weight decay."""
-    kind = kind_of(part.tx)
-    assert kind is not None
-    selected = updates
-    if kind.name == "masked":
-        selected, kind = part.state.selected, kind_of(kind.options["inner"])
-        assert kind is not None
-    amount = kind.options["weight_decay"]
-    others = [name for name in updates if name not in selected]
-    groups = [([name for name in updates if name in selected], amount), (others, 0.0)]
+    selected = part.state.selected if "is_masked" in part.options else updates
+    decaying, others = [name for name in updates if name in selected], [n for n in updates if n not in selected]
+    groups = [(decaying, part.options["weight_decay"]), (others, 0.0)]
     return [(names, decay) for names, decay in groups if names]
 
 
@@ -306,30 +274,38 @@ def _is_dense(leaf: Tensor) -> bool:
 # --- the work -------------------------------------------------------------------------------------------------------
 
 
-def copied(named: Params) -> Params:
-    """Copies of plain tensors with their strides, by few launches on a GPU."""
-    return dict(zip(named, foreach.clone(list(named.values())), strict=True))
-
-
 def _on_copies(plan: Plan, params: Params) -> tuple[Params, Tree, list[Change | Call]]:
     """The parameters, the state and the work, with copies of what the kernels write."""
-    calls = {id(each): each for each in plan.work if isinstance(each, Call)}
-    moments = {id(named): named for call in calls.values() for named in call.moments}
-    copies = {key: copied(named) for key, named in moments.items()}
-    new = {id(leaf): copies[key][name] for key, named in moments.items() for name, leaf in named.items()}
+    moments = [named for each in plan.work if isinstance(each, Call) for named in each.moments]
+    written = {id(named): named for named in (params, *moments)}
+    leaves = [leaf for named in written.values() for leaf in named.values()]
+    copies = iter(foreach.clone(leaves))  # by few launches on a GPU
+    new = {key: dict(zip(named, copies, strict=False)) for key, named in written.items()}
     work = [
-        each._replace(moments=[copies[id(named)] for named in each.moments]) if isinstance(each, Call) else each
+        each._replace(moments=[new[id(named)] for named in each.moments]) if isinstance(each, Call) else each
         for each in plan.work
     ]
-    return copied(params), tree.map(lambda leaf: new.get(id(leaf), leaf), plan.state), work
+    return new[id(params)], _with(new, plan.state), work
 
 
-def _changed(kind: Kind, updates: Params, norm: Tensor | None) -> Params:
+def _with(new: dict[int, Params], node: Tree) -> Tree:
+    """A state with the new trees in the place of those with these ids."""
+    if id(node) in new:
+        return new[id(node)]
+    if isinstance(node, dict):
+        return {key: _with(new, value) for key, value in node.items()}
+    if isinstance(node, tuple) and node:
+        parts = [_with(new, part) for part in node]
+        return type(node)(*parts) if hasattr(node, "_fields") else tuple(parts)
+    return node
+
+
+def _changed(change: Change, updates: Params, norm: Tensor | None) -> Params:
     """Scale or clip updates of at least 32 bits in place. The norm is that of the updates, if it is known."""
-    if kind.name == "scale":
-        return _scaled(updates, kind.options["factor"])
+    if change.kind == "scale":
+        return _scaled(updates, change.options["factor"])
     norm = global_norm(updates) if norm is None else norm
-    max_norm, number = kind.options["max_norm"], read(norm)
+    max_norm, number = change.options["max_norm"], read(norm)
     if not isinstance(number, Tensor) and number < 0.999 * max_norm:
         return updates  # the factor is 1
     return _scaled(updates, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
