@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,8 @@ _forward: Any = importlib.import_module("torch.autograd.forward_ad")
 
 _capturing: ContextVar[bool] = ContextVar("capturing", default=False)
 
+
+Function = TypeVar("Function")
 
 LIBRARIES = (torch.__file__.rpartition("__init__")[0], __file__.rpartition("torch_ext")[0])
 """The directories of torch and of purestep."""
@@ -47,6 +49,22 @@ def user_line(error: BaseException) -> str:
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     own = [f"{name}:{line}" for name, line in frames if not name.startswith(LIBRARIES) and "/optree/" not in name]
     return own[-1] if own else ""
+
+
+def constant(function: Function) -> Function:
+    """Let Dynamo call a function once, with constant arguments, where it would read it: `torch.compiler` has this as
+    ``assume_constant_result``, which loads Dynamo.
+
+    Example:
+        >>> @constant
+        ... def size(kind: type) -> int:
+        ...     return len(kind.__name__)
+        >>> size(int)
+        3
+    """
+    marked: Any = function
+    marked._dynamo_marked_constant = True
+    return function
 
 
 def in_graph() -> bool:
