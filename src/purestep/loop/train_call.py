@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ from .. import data, files, tree
 from ..compile import MetricVector, first_line, states
 from ..diagnostics import not_finite, purity
 from ..errors import ConfigError, NonFiniteError, PurestepError, StepContractError
+from ..state import nearest
 from ..step import static_of
 from ..types import EvalStep, Metrics, Program, TrainStep, Tree
 from .evaluate import BatchCheck, check_pair, takes_index
@@ -239,11 +239,11 @@ def _compile_options(given: Mapping[str, Any]) -> dict[str, Any]:
     known = [name for name in inspect.signature(compile_.compile_program).parameters if name != "program"]
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+            near = nearest(name, known, likeness=0.0)
             raise ConfigError(
                 f"compile has no option {name!r}; there are {', '.join(known)}",
                 where="fit",
-                hint=f"compile={{{near[0]!r}: ...}}",
+                hint=f"compile={{{near!r}: ...}}",
             )
     return dict(given)
 
