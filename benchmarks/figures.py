@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from . import ensemble, measure
+from . import measure
 from .contestants import byhand, jaxes, ours, trainers
 from .measure import Spread
 
@@ -81,10 +81,6 @@ def _more(job: str, row: str, other: str) -> Callable[[Jobs], Spread]:
     return of
 
 
-def _many(job: str, other: str) -> Callable[[Jobs], Spread]:
-    return _times(job, other, ensemble.ENSEMBLE)
-
-
 def _leanest(jobs: Jobs) -> Spread:
     loops = [name for name in (byhand.COMPILED, byhand.ALL_COMPILED) if _has(jobs, "memory", name)]
     if not loops:
@@ -107,10 +103,6 @@ def _figures() -> list[Figure]:
     found += [
         Figure("GPT 0.9 M step against the best by hand", 1.15, "more", "x", _times("gpt-small", BY_HAND)),
         Figure("GPT 0.9 M step against JAX", 1.6, "more", "x", _times("gpt-small", jaxes.DONATED)),
-        Figure(
-            "AdamW + EMA, 32 M, against torch fused + foreach", 1.0, "more", "x", _times("update", "torch", "purestep")
-        ),
-        Figure("AdamW + EMA, 32 M, share of the copy bandwidth", 0.9, "more", "x", _value("update", "share of copy")),
         Figure("peak memory, GPT 34 M, against the compiled loop by hand", 1.0, "less", "x", _leanest),
         Figure("GPT 34 M step against the best by hand", 1.03, "more", "x", _times("gpt-medium", BY_HAND)),
         Figure("32-layer toy, compiled call, one thread", 80.0, "less", "us", _value("toy32-1", ours.DONATED, 1e6)),
@@ -118,14 +110,6 @@ def _figures() -> list[Figure]:
         Figure("cold time to the first step, GPT 0.9 M", 8.0, "less", "s", _value("start", f"{ours.DONATED}, cold")),
         Figure("warm time to the first step, GPT 0.9 M", 1.5, "less", "s", _value("start", f"{ours.DONATED}, warm")),
     ]
-    for job, label in (("ensemble-1", "8 MLPs, one thread"), ("ensemble", "8 MLPs"), ("ensemble-32", "32 small MLPs")):
-        found += [
-            Figure(f"{label} in one step against in turn", 1.5, "more", "x", _many(job, ensemble.IN_TURN)),
-            Figure(f"{label} in one step against loops by hand", 10.0, "more", "x", _many(job, ensemble.BY_HAND)),
-            Figure(f"{label} in one step against JAX's vmap", 1.2, "more", "x", _many(job, ensemble.JAX)),
-        ]
-    runs = _share("ensemble-sweep", ensemble.ENSEMBLE, ensemble.ONE)
-    found.append(Figure("a step of 16 small MLPs, in steps of one", 4.0, "less", "x", runs))
     for job, label in (("fit-mlp-1", "one thread"), ("fit-mlp", "all threads")):
         found += [
             Figure(
@@ -141,7 +125,6 @@ def _figures() -> list[Figure]:
         ]
     found += [
         Figure("fit on the GPT, rate over its bare step", 0.99, "more", "x", _share("fit-gpt", ours.DONATED, ours.FIT)),
-        Figure("accumulation 4 against 1, per micro-batch", 0.95, "less", "x", _share("accumulation", "4", "1")),
         Figure("import purestep, on top of torch", 0.15, "less", "s", _value("import", "purestep")),
     ]
     for job, label in (("save-1.2GB", "1.2 GB"), ("save-100MB", "100 MB"), ("save-leaves", "1,000 leaves of 4 KB")):
@@ -151,28 +134,7 @@ def _figures() -> list[Figure]:
             Figure(f"save blocks, against torch.save + fsync, {label}", 0.1, "less", "x", save),
             Figure(f"restore against torch.load + clone, {label}", 1.2, "less", "x", restore),
         ]
-    idle = _share("snapshots", "fit, snapshots open", "fit")
-    found.append(Figure("step path with snapshots open, none due", 1.01, "less", "x", idle))
-    return found + _eager() + _on_cuda()
-
-
-def _eager() -> list[Figure]:
-    """Eager steps against the eager loop by hand, with fused AdamW and foreach clipping and average."""
-    found: list[Figure] = []
-    large = {"convnet": "convnet", "gpt-small": "GPT 0.9 M", "gpt-medium": "GPT 34 M", "vit": "ViT"}
-    for work, label in {**large, "mlp": "MLP", "toy32": "32-layer toy"}.items():
-        aim, job = 0.95 if work in large else 0.75, f"eager-{work}"
-        for row, what in ((ours.EAGER_DONATED, "donated"), (ours.EAGER_FIT, "fit")):
-            found.append(
-                Figure(f"eager {what} against by hand, {label}", aim, "more", "x", _times(job, byhand.EAGER, row))
-            )
-        if work in large:
-            pure = _times(job, byhand.EAGER, ours.EAGER)
-            found.append(Figure(f"eager pure step against by hand, {label}", 0.85, "more", "x", pure))
-    for row, what in ((ours.EAGER_FIT, ""), (ours.EAGER_FREED, ", module's weights freed")):
-        memory = _share("memory-eager", row, byhand.EAGER)
-        found.append(Figure(f"peak memory of eager fit{what}, GPT 34 M, against by hand", 1.05, "less", "x", memory))
-    return found
+    return found + _on_cuda()
 
 
 def _on_cuda() -> list[Figure]:

@@ -1,4 +1,4 @@
-"""Tables for the terminal and in Markdown, one JSON file that they are made from, and a plot."""
+"""Tables for the terminal and in Markdown, one JSON file that they are made from, and a plot of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 Record = dict[str, Any]
 """``{"device", "machine", "jobs": {name: {"stamp", "result"}}}``; a result has a title, rows of (name, unit, values),
-who was absent and why, and for a curve points of such rows."""
+who was absent and why."""
 
 
 def load(path: Path) -> Record | None:
@@ -78,11 +78,7 @@ def _threads(result: Mapping[str, Any]) -> str:
 
 
 def _result(result: Mapping[str, Any]) -> list[str]:
-    lines: list[str] = []
-    if result.get("rows"):
-        lines += _rows(result)
-    if result.get("points"):
-        lines += _points(result)
+    lines = _rows(result) if result.get("rows") else []
     lines += [f"- {found['name']}: {found['why']}" for found in result.get("absent", ())]
     return lines + ([result["note"]] if result.get("note") else [])
 
@@ -107,19 +103,6 @@ def _rows(result: Mapping[str, Any]) -> list[str]:
             line += [f"{ratio.median:.2f}", f"{ratio.low:.2f} to {ratio.high:.2f}"]
         cells.append([*line, f"{tokens / found.median:,.0f}"] if tokens else line)
     return _grid(header, cells)
-
-
-def _points(result: Mapping[str, Any]) -> list[str]:
-    names = list(dict.fromkeys(row["name"] for point in result["points"] for row in point["rows"]))
-    cells: list[list[str]] = []
-    for point in result["points"]:
-        rows = {row["name"]: row for row in point["rows"]}
-        medians = [
-            amount(measure.spread(rows[name]["values"]).median, rows[name]["unit"]) if name in rows else "-"
-            for name in names
-        ]
-        cells.append([f"{point['x']:,}", *medians])
-    return _grid([result["x"], *names], cells)
 
 
 def amount(value: float, unit: str) -> str:
@@ -154,7 +137,7 @@ def _rounded(value: Any) -> Any:
 
 
 def plot(record: Record, path: Path) -> str:
-    """Bars of every table of times and lines of every curve; returns where they are, or why they are not."""
+    """Bars of every table of times; returns where they are, or why they are not."""
     try:
         import matplotlib
     except ModuleNotFoundError:
@@ -163,7 +146,7 @@ def plot(record: Record, path: Path) -> str:
     from matplotlib import pyplot
 
     found = results(record)
-    drawn = {name: job for name, job in found.items() if job.get("points") or _timed(job)}
+    drawn = {name: job for name, job in found.items() if _timed(job)}
     if not drawn:
         return "no plot: nothing to draw"
     across = min(3, len(drawn))
@@ -173,7 +156,7 @@ def plot(record: Record, path: Path) -> str:
         axis.set_visible(False)
     for axis, (name, job) in zip(axes.flat, drawn.items(), strict=False):
         axis.set_title(f"{name} {_threads(job)}".strip(), fontsize=10)
-        _lines(axis, job) if job.get("points") else _bars(axis, job)
+        _bars(axis, job)
     figure.tight_layout()
     figure.savefig(path, dpi=80)
     pyplot.close(figure)
@@ -193,20 +176,3 @@ def _bars(axis: Any, job: Mapping[str, Any]) -> None:
     axis.barh(names, [one.median for one in found], xerr=[low, high], color=colours)
     axis.set_xlabel("ms")
     axis.tick_params(labelsize=8)
-
-
-def _lines(axis: Any, job: Mapping[str, Any]) -> None:
-    names = dict.fromkeys(row["name"] for point in job["points"] for row in point["rows"])
-    for name in names:
-        pairs = [
-            (point["x"], 1e3 * measure.spread(row["values"]).median)
-            for point in job["points"]
-            for row in point["rows"]
-            if row["name"] == name
-        ]
-        axis.plot(*zip(*pairs, strict=True), marker="o", label=name)
-    axis.set_xscale("log")
-    axis.set_yscale("log")
-    axis.set_xlabel(job["x"])
-    axis.set_ylabel("ms")
-    axis.legend(fontsize=7)

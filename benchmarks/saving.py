@@ -1,4 +1,4 @@
-"""What snapshots cost: the time that `save` blocks, the way back with every byte checked, and the steps between."""
+"""The cost of snapshots: the time that `save` blocks, and the way back with every byte checked."""
 
 from __future__ import annotations
 
@@ -13,9 +13,6 @@ import torch
 from torch import Tensor
 
 import purestep as ps
-
-from . import measure, works
-from .contestants import ours
 
 
 def table(leaves: int, size: int, device: str = "cpu", rounds: int = 7) -> dict[str, Any]:
@@ -32,7 +29,7 @@ def table(leaves: int, size: int, device: str = "cpu", rounds: int = 7) -> dict[
                     spent[name].append(seconds)
     rows = [{"name": name, "unit": "s", "values": found[1:]} for name, found in spent.items()]  # the first warms up
     total = leaves * size * 4
-    note = "Files are read back from the page cache, by both; restoring checks the digest of every leaf."
+    note = "Files are read back from the page cache, by both; restoring checks the checksum of every file."
     return {"title": f"{total / 1e6:,.0f} MB in {leaves:,} leaves", "rows": rows, "note": note}
 
 
@@ -64,25 +61,3 @@ def _seconds(call: Callable[[], Any]) -> float:
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
-
-
-# --- steps ------------------------------------------------------------------------------------------------------------
-
-EVERY = 100  # updates between two snapshots, and calls of a turn
-
-
-def steps(device: str = "cpu", seconds: float = 40.0, work: str = "mlp") -> dict[str, Any]:
-    """A step of fit: without snapshots, with some that never come due, and with one in every hundred updates."""
-    chosen, place = works.WORKS[work], torch.device(device)
-    with tempfile.TemporaryDirectory(dir=os.environ.get("BENCHMARK_DIR")) as directory:
-        runners = [ours.fitted("fit", chosen, place)]
-        for name, every in (("fit, snapshots open", 1 << 40), (f"fit, one in {EVERY}", EVERY)):
-            folder = Path(directory) / str(every)
-            snapshots = ps.Snapshots(folder, every_steps=every, every_epochs=None)
-            runners.append(ours.fitted(name, chosen, place, snapshots=snapshots))
-        spent = measure.interleave(runners, measure.Plan(seconds=seconds, calls=EVERY, lead=0))
-        for runner in runners:
-            runner.close()
-    rows = [{"name": name, "unit": "s", "values": values} for name, values in spent.items()]
-    note = f"Turns of {EVERY} steps. The last row has the writer's work on the same cores in it."
-    return {"title": chosen.about, "threads": torch.get_num_threads(), "rows": rows, "note": note}

@@ -117,14 +117,6 @@ def _works() -> dict[str, Work]:
             recipe=fast,
         ),
         Work(
-            "tabular",
-            "16-32-32-2, 6 tensors, batch 32",
-            lambda: models.mlp([16, 32, 32, 2]),
-            vectors(32, 16, 2),
-            seconds=40,
-            recipe=fast,
-        ),
-        Work(
             "toy32",
             "32 layers of 16 units, 64 tensors, batch 16",
             lambda: models.mlp([16] * 32 + [10]),

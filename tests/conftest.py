@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import getpass
+import hashlib
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from faults import failpoints
 from hypothesis import HealthCheck, settings
+from rigs.faults import failpoints
 
 # The peers that want a model hub or a GPU allocator must not look for one.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -20,10 +23,28 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Kernels this small gain nothing from a second thread and wait for it on a busy machine; the same in child processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
-# g++ compiles at -O1, also in child processes: at -O3 it takes a quarter of a test that compiles. Tests that are marked
-# optimized undo this.
+# One cache of compiled code, which is inductor's own, also for child processes that have another TMPDIR.
+CACHE = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE))
+
+
+def quick_compiler() -> str:
+    """A copy of the script g++ beside this file, in the cache: keys of compiled code name the compiler by its path, and
+    so all checkouts and runs share what is compiled, and the precompiled headers of 150 MB."""
+    script = Path(__file__).with_name("g++").read_bytes()
+    place = CACHE / "purestep_tests" / hashlib.sha256(script).hexdigest()[:16] / "g++"
+    if not place.exists():
+        place.parent.mkdir(parents=True, exist_ok=True)
+        made = place.with_name(f"{os.getpid()}")
+        made.write_bytes(script)
+        made.chmod(0o700)
+        made.replace(place)
+    return str(place)
+
+
+# Tests that are marked optimized undo this.
 if sys.platform == "linux":
-    os.environ.setdefault("CXX", str(Path(__file__).with_name("g++")))
+    os.environ.setdefault("CXX", quick_compiler())
 # The same examples in every run, which may take any time: a busy machine is no failure. Others are looked for with
 # --hypothesis-profile=default.
 settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -112,7 +133,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 NOT_QUICK = {"compile", "slow", "soak", "peer", "cuda"}
 """Marks of tests that compile, take long, or need a peer or a GPU."""
 
-QUICK = ("config", "files", "loop", "metrics", "model", "objective", "optim", "report", "schedules", "sinks", "step")
+QUICK = ("config", "files", "loop", "metrics", "model", "objective", "optim", "report", "sinks", "step")
 """Folders whose other tests are quick, as are those in no folder."""
 
 OF_PROGRAMS = ("test_benchmarks.py", "test_examples.py", "test_first.py", "test_guides.py", "test_huggingface.py")
@@ -128,7 +149,7 @@ SLOW = (
     "parallel/test_failures.py",
     "test_zoo.py",
 )
-"""Folders and files whose tests wait for inductor or other processes."""
+"""Folders and files whose tests wait for inductor or other processes, as do tests with "inductor" in their name."""
 
 
 def is_quick(item: pytest.Item) -> bool:
@@ -141,7 +162,7 @@ def is_quick(item: pytest.Item) -> bool:
 def is_slow(item: pytest.Item) -> bool:
     tests = Path(__file__).parent
     listed = any(tests / name in (item.path, item.path.parent) for name in SLOW)
-    return listed or item.get_closest_marker("optimized") is not None
+    return listed or "inductor" in item.name or item.get_closest_marker("optimized") is not None
 
 
 def soak_names() -> frozenset[str]:
@@ -176,9 +197,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def formulas(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eager steps by the transforms' own formulas, without torch's fused kernels, which round in another order: for
     tests that compare bits with a graph of the same operations."""
-    from purestep.optim import base
+    from purestep.optim import base, fused
 
-    monkeypatch.setattr(base, "fast_of", lambda tx: base.Fast(tx.update))
+    monkeypatch.setattr(fused, "plan", lambda tx, updates, state, params: None)
     monkeypatch.setattr(base, "_leaf_norms", lambda leaves, dtype: [base.leaf_norm(leaf, dtype) for leaf in leaves])
 
 

@@ -1,6 +1,6 @@
 """What has to be seen on a GPU first, in this order: capture, random numbers in graphs, the scaler, attention dropout.
 
-Where there is none, `cuda_rehearsal/run.py` runs them on its stand-in, with graphs of aot_eager.
+Where there is none, `rigs/cuda_rehearsal/run.py` runs them on its stand-in, with graphs of aot_eager.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def test_recurrent_layers_over_short_sequences_compile(name: str):
     torch.manual_seed(0)
     program = ps.program(Recurrent(RECURRENT[name]()), CROSS_ENTROPY, optim.sgd(0.1))
     if name != "rnn" and "stand-in" in torch.cuda.get_device_name():
-        pytest.skip("CUDA's fused cells of this layer have no kernel on the CPU: tests/cuda_rehearsal compiles it")
+        pytest.skip("CUDA's fused cells of this layer have no kernel on the CPU: tests/rigs/cuda_rehearsal compiles it")
     step = ps.compile_step(program.train_step, donate=True)
     batches = [sequences(7)] * 3
     _, losses = stepped(step, program.init(device="cuda"), on_cuda(batches))

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from faults.plants import batch, clean, fresh
 from helpers import image_batch, tiny_convnet, tiny_mlp, vector_batch
+from rigs.faults.plants import batch, clean, fresh
 from torch import Tensor, nn
 
 import purestep as ps

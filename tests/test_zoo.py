@@ -1,4 +1,4 @@
-"""Twelve models of the zoo; `python -m tests.zoo` trains all of them."""
+"""Twelve models of the zoo; `python -m tests.rigs.zoo` trains all of them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from rigs.zoo import compare, families, models, table
 from torch import nn
-from zoo import compare, families, models, table
 
 import purestep as ps
 from purestep.compile.cpu import backend as native
@@ -145,7 +145,6 @@ def test_a_number_that_is_not_finite_by_hand_is_no_row_of_the_comparison() -> No
     assert row.ways["eager"].startswith("not finite by hand")
 
 
-@pytest.mark.optimized
 @pytest.mark.usefixtures("cpu_plugin")
 def test_native_code_that_is_given_up_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "compiled", lambda *_, **__: 1 / 0)

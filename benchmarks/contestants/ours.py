@@ -15,18 +15,15 @@ from ..works import Work
 from .base import Contestant, Entry, Gate, Gated, Stepping, settle
 
 EAGER = "purestep, eager"
-EAGER_DONATED = "purestep, eager donated"
-EAGER_FIT = "purestep, fit in eager"
-EAGER_FREED = "purestep, fit in eager, module's weights freed"
 COMPILED = "purestep, compiled"
 DONATED = "purestep, donated"
 UNRECORDED = "purestep, donated, no CUDA graph"
 FIT = "purestep, fit"
 
 
-def program(work: Work, model: torch.nn.Module | None = None, **options: Any) -> ps.Program:
+def program(work: Work, **options: Any) -> ps.Program:
     """The work's recipe as a program."""
-    recipe, model = work.recipe, model or works.seeded_model(work)  # on the CPU: no second copy on the device
+    recipe, model = work.recipe, works.seeded_model(work)  # on the CPU: no second copy on the device
     tx = optim.chain(
         optim.clip_by_global_norm(recipe.clip),
         optim.adamw(
@@ -71,11 +68,6 @@ def _eager(work: Work, device: torch.device) -> Contestant:
     return stepping(EAGER, work, device, made, made.train_step)
 
 
-def _eager_donated(work: Work, device: torch.device) -> Contestant:
-    made = program(work)
-    return stepping(EAGER_DONATED, work, device, made, ps.donate(made).train_step)
-
-
 def _compiled(work: Work, device: torch.device) -> Contestant:
     made = program(work)
     return stepping(COMPILED, work, device, made, ps.compile_step(made.train_step, donate=False))
@@ -104,15 +96,11 @@ class _Endless(Sequence[works.Batch]):
         return self._batches[index % len(self._batches)]
 
 
-def fitted(name: str, work: Work, device: torch.device, *, frees: bool = False, **options: Any) -> Gated:
-    """`fit`, held at the end of each step by a callback; ``options`` are fit's. ``frees``: the module's own weights,
-    which purestep leaves as they were, are given up."""
-    model = works.seeded_model(work)
-    made = program(work, model)
+def _fit(work: Work, device: torch.device) -> Gated:
+    """`fit`, held at the end of each step by a callback."""
+    made = program(work)
     assert made.init is not None
     state = made.init(seed=0, device=device)
-    if frees:
-        model.to("meta")
     last: dict[str, ps.TrainState] = {"state": state}
     batches = works.batches(work, device)
 
@@ -123,11 +111,12 @@ def fitted(name: str, work: Work, device: torch.device, *, frees: bool = False, 
                 gate.passed(event.metrics)
             return ps.events.Stop("closed") if gate.closed else None
 
-        quiet = {"epochs": 1, "compile": True, "callbacks": [on], "sinks": [], "progress": False}
-        ps.fit(state, {"train": _Endless(batches)}, made, **quiet | options)
+        ps.fit(
+            state, {"train": _Endless(batches)}, made, epochs=1, compile=True, callbacks=[on], sinks=[], progress=False
+        )
 
     return Gated(
-        name,
+        FIT,
         fit,
         Gate(batches, device),
         weights=lambda: dict(last["state"].params),
@@ -136,25 +125,10 @@ def fitted(name: str, work: Work, device: torch.device, *, frees: bool = False, 
     )
 
 
-def _fit(work: Work, device: torch.device) -> Contestant:
-    return fitted(FIT, work, device)
-
-
-def _eager_fit(work: Work, device: torch.device) -> Contestant:
-    return fitted(EAGER_FIT, work, device, compile=False, donate="init")  # a loop by hand keeps no first state
-
-
-def _eager_freed(work: Work, device: torch.device) -> Contestant:
-    return fitted(EAGER_FREED, work, device, frees=True, compile=False, donate="init")
-
-
 ENTRIES = (
     Entry(EAGER, (), _eager),
-    Entry(EAGER_DONATED, (), _eager_donated),
     Entry(COMPILED, (), _compiled),
     Entry(DONATED, (), _donated),
     Entry(UNRECORDED, (), _unrecorded, lambda work, device: device.type == "cuda"),
     Entry(FIT, (), _fit),
-    Entry(EAGER_FIT, (), _eager_fit),
-    Entry(EAGER_FREED, (), _eager_freed, lambda work, device: False),  # for benchmarks.memory alone
 )

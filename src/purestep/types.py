@@ -241,7 +241,7 @@ class Exchange(NamedTuple):
         buffers: (buffers, flag) -> the buffers of all processes; ``flag`` is 0-d, and 0 where they do not count.
         total: a sum over the numbers that this process stores, shape=() -> the sum over all numbers.
         norm: `optim.global_norm` of pieces; None where every process holds all numbers.
-        update: (tx.update, gradients, opt_state, params, norm of the gradients) -> the transform's result.
+        update: (tx, gradients, opt_state, params, norm of the gradients) -> the transform's result.
         stream: folded into the seed of a step's draws: which process this is.
         call: (flag of a `Share` or None) -> the context of a forward and backward pass, whose value takes the weight of
             the loss as its attribute ``weight``.
@@ -255,7 +255,7 @@ class Exchange(NamedTuple):
     buffers: Callable[[Params, Tensor], Params]
     total: Callable[[Tensor], Tensor]
     norm: Callable[[Params], Tensor] | None
-    update: Callable[[Callable[..., Any], Params, Tree, Params, Tensor], Any]
+    update: Callable[[Any, Params, Tree, Params, Tensor], Any]
     stream: tuple[int, ...]
     call: Callable[[Tensor | None], AbstractContextManager[Any]] = lambda counts: nullcontext()
     seeded: bool = False

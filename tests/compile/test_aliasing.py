@@ -132,7 +132,7 @@ class Theirs(CustomGraphPass):
         self.seen: list[bool] = []
 
     def __call__(self, graph: torch.fx.Graph) -> None:
-        self.seen.append(torch.ops.purestep.taken.default in [node.target for node in graph.nodes])
+        self.seen.append(torch.ops.purestep.own_copy.default in [node.target for node in graph.nodes])
 
     def uuid(self) -> Any:
         return None
@@ -149,7 +149,7 @@ class Told(AWARE or CustomGraphPass):
 
     def __call__(self, graph: torch.fx.Graph, is_inference: bool | None = None) -> None:
         assert AWARE is None or is_inference is not None
-        self.seen.append(torch.ops.purestep.taken.default in [node.target for node in graph.nodes])
+        self.seen.append(torch.ops.purestep.own_copy.default in [node.target for node in graph.nodes])
 
     def uuid(self) -> Any:
         return "told"
@@ -253,7 +253,7 @@ def taken_in(function: Callable[..., Any], *shapes: tuple[int, ...]) -> int:
     graph = make_fx(function, tracing_mode="fake")(*(torch.ones(shape) for shape in shapes)).graph
     aliasing.fix(graph)
     graph.lint()
-    return sum(node.target is torch.ops.purestep.taken.default for node in graph.nodes)
+    return sum(node.target is torch.ops.purestep.own_copy.default for node in graph.nodes)
 
 
 def average(weights: Tensor, mean: Tensor, count: Tensor) -> None:

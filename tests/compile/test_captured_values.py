@@ -173,7 +173,7 @@ def test_fit_compiled_follows_a_callback(donate: bool):
             CONFIG.weight = 5.0
 
     found = []
-    for compiled in (False, True):
+    for compiled in (False, {"backend": "aot_eager"}):
         CONFIG.weight = 0.0
         program = ps.program(warm(), _dataclass()[0], ps.optim.sgd(0.05))
         loaders, settings = {"train": [batch()] * 3}, {"epochs": 3, "compile": compiled, "donate": donate, "sinks": []}

@@ -585,6 +585,7 @@ class Shifted(nn.Module):
         return ((self.scale + 2 * self.shift) * x).square()
 
 
+@pytest.mark.slow
 @pytest.mark.compile
 @pytest.mark.parametrize("where", ["params/scale", "frozen/shift"])
 @pytest.mark.parametrize("donate", [False, True, "init"])
@@ -981,14 +982,14 @@ def test_which_leaves_are_alike(private: bool, monkeypatch: pytest.MonkeyPatch) 
     if not private:
         monkeypatch.setitem(sys.modules, "torch._C._dynamo.guards", ModuleType("another torch"))
     leaf, labels = torch.randn(4, 6), torch.arange(4)
-    alike = guards.kinds_guard([leaf, labels])
+    alike = guards.signature_guard([leaf, labels])
     assert isinstance(alike, partial) != private
     assert alike(torch.randn(9, 6)[5:], labels.clone())
     with torch.no_grad():
         assert alike(leaf, labels)
     found = {name: alike(other, labels) for name, other in unlike(leaf).items()}
     assert found == dict.fromkeys(found, False)
-    assert isinstance(guards.kinds_guard([3.0]), partial)
+    assert isinstance(guards.signature_guard([3.0]), partial)
 
 
 NORMED = "1.running_mean"
@@ -1032,7 +1033,7 @@ def test_memory_of_another_layout_given_to_a_tensor_of_the_state_is_refused(chan
 
 @pytest.mark.compile
 def test_a_layout_that_is_not_looked_at_is_seen_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("purestep.compile.buffers.StateBuffers.check", lambda self, kinds: None)
+    monkeypatch.setattr("purestep.compile.buffers.StateBuffers.check", lambda self, signature: None)
 
     def looked_at() -> None:
         new, eager = step_after(given(lambda: torch.randn(16)[::2]))  # with torch 2.11 the step itself looks
@@ -1068,10 +1069,11 @@ def train_on_unlike_batches() -> int:
     return step.graphs
 
 
+@pytest.mark.slow
 @pytest.mark.compile
 def test_a_batch_of_another_kind_gets_another_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     assert train_on_unlike_batches() == 4
-    monkeypatch.setattr("purestep.compile.compiled_step.kinds_guard", lambda leaves: lambda *others: True)
+    monkeypatch.setattr("purestep.compile.compiled_step.signature_guard", lambda leaves: lambda *others: True)
     with pytest.raises(AssertionError):
         train_on_unlike_batches()
 

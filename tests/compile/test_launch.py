@@ -452,7 +452,7 @@ class Elsewhere(nn.Module):
     ("function", "expected"),
     [
         (lambda x: (x * 2).sum(), True),
-        (lambda x: torch.ops.purestep.taken(x), True),
+        (lambda x: torch.ops.purestep.own_copy(x), True),
         (lambda x: torch.ops.purestep.all_reduce(x, "sum", "batch"), False),
         (lambda x: torch.ops.launch_tests.own(x), False),
         (Elsewhere(), False),
@@ -460,7 +460,7 @@ class Elsewhere(nn.Module):
 )
 def test_only_operators_of_torch_and_purestep_are_recorded_unasked(function: Any, expected: bool) -> None:
     traced = make_fx(function, tracing_mode="fake")(torch.ones(3))
-    assert fx_passes.records(traced) == expected
+    assert fx_passes.is_recordable(traced) == expected
 
 
 @library.custom_op("launch_tests::own", mutates_args=())
@@ -491,7 +491,7 @@ def test_a_replay_looks_at_the_layout_of_a_batch_once(
     recorded: list[Recorder], monkeypatch: pytest.MonkeyPatch, sizes: list[int], looked: int
 ) -> None:
     looks: list[Any] = []
-    monkeypatch.setattr(replay, "kinds", lambda leaves: looks.append(1) or guards.kinds(leaves))
+    monkeypatch.setattr(replay, "signature", lambda leaves: looks.append(1) or guards.signature(leaves))
     program, given = mlp(), [vector_batch(size, seed) for seed, size in enumerate(sizes)]
     expected, _ = one_by_one(program.train_step, program.init(), given)
     found, _ = one_by_one(replayed(program), program.init(), given)

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from faults.runs import fit
 from helpers import assert_trees_close, tiny_mlp, vector_batch
+from rigs.faults.runs import fit
 from torch import Tensor, nn
 
 import purestep as ps
@@ -255,6 +255,7 @@ def test_a_step_asks_nothing_of_a_state_that_nobody_has_read(monkeypatch: pytest
     assert store.exposed is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("donate", [True, "init"])
 def test_a_batch_that_is_part_of_the_state_is_read_as_it_was(donate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """In compiled code one tensor of the state is written while others are computed still."""

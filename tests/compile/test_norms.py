@@ -22,8 +22,8 @@ from typing import Any
 
 import pytest
 import torch
-from fuzz import compare
 from helpers import assert_trees_close
+from rigs.fuzz import compare
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -147,6 +147,7 @@ def assert_compiled_trains_as_eager(nets: dict[str, nn.Module], batch: Any, keep
     assert_trees_close(found.params, expected.params, rtol=0.0, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "chosen", [ONCE, pytest.param([name for name in NORMS if name not in ONCE], marks=pytest.mark.soak)]
 )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from faults import fuzzing
-from faults.runs import fails
+from rigs.faults import fuzzing
+from rigs.faults.runs import fails
 
 from purestep.loop import inputs
 

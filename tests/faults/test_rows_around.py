@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from faults.runs import RUN, Told, at, batches, fails, fit, mlp, same
+from rigs.faults.runs import RUN, Told, at, batches, fails, fit, mlp, same
 from torch import Tensor
 
 import purestep as ps

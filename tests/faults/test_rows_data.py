@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from faults import resuming
-from faults.runs import RUN, batches, fails, fit, mlp, refused, same
 from helpers import timed_out_after, vector_batch, worker_dies
+from rigs.faults import resuming
+from rigs.faults.runs import RUN, batches, fails, fit, mlp, refused, same
 from torch import Tensor, nn
 from torch.utils._pytree import register_dataclass
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
@@ -383,7 +383,7 @@ def test_row_34_a_ragged_last_batch_is_one_more_graph() -> None:
 
 
 def test_row_34_fails_where_every_call_is_compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "kinds", lambda leaves: object())
+    monkeypatch.setattr(graphs, "signature", lambda leaves: object())
     fails(test_row_34_a_ragged_last_batch_is_one_more_graph)
 
 
@@ -486,7 +486,7 @@ def test_row_35_a_dataclass_of_another_dtype_at_batch_7(kind: Any) -> None:
 
 
 def test_row_35_fails_where_nobody_looks_at_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train_call, "BatchCheck", lambda: lambda batch, loop: None)
+    monkeypatch.setattr(train_call, "BatchCheck", lambda: lambda batch, epoch, index: None)
     for fault in ("None", "a rank", "one missing"):
         raw = (TypeError, ValueError, RuntimeError, AttributeError, IndexError)
         fails(lambda fault=fault: test_row_35_another_structure_at_batch_5(fault, False), *raw)

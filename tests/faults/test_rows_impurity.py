@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from faults.plants import CHANGES, PLANTS, Plant, Step, batch, changed, clean, fresh, later
 from helpers import assert_trees_close, image_batch, tiny_convnet, tiny_mlp, vector_batch
+from rigs.faults.plants import CHANGES, PLANTS, Plant, Step, batch, changed, clean, fresh, later
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
@@ -470,7 +470,7 @@ def test_row_48_an_error_before_the_graph_runs_costs_nothing(tmp_path: Any) -> N
 def test_row_48_failpoints_on_both_sides_of_a_donated_step(
     point: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("faults.failpoints.hits", Counter())
+    monkeypatch.setattr("rigs.faults.failpoints.hits", Counter())
     monkeypatch.setenv("PURESTEP_FAILPOINT", point)
     program = mlp(ema=0.9)
     options = {"backend": "eager"}

@@ -8,17 +8,18 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from faults.runs import batches, fit, mlp, poisoned
 from helpers import assert_trees_close, image_batch, tiny_convnet, tiny_mlp, vector_batch
+from rigs.faults.runs import batches, fit, mlp, poisoned
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import purestep as ps
-from purestep import optim, testing
+from purestep import events, optim, testing
 from purestep.diagnostics import replay
 from purestep.errors import (
     ConfigError,
@@ -30,9 +31,10 @@ from purestep.errors import (
     WriteFailed,
 )
 from purestep.events import Logged
+from purestep.loop import metric_queue
+from purestep.loop.accounting import Accounting
 from purestep.loop.loop_state import Call, LoopState
 from purestep.loop.nonfinite_steps import can_halt
-from purestep.loop.progress import Progress
 from purestep.types import Program, TrainState
 
 CRITERION = nn.CrossEntropyLoss()
@@ -82,6 +84,30 @@ def test_a_window_that_an_epoch_leaves_open_is_not_kept_with_what_is_not_finite(
     assert (int(state.updates), int(state.step), int(state.key[1]), int(state.halted)) == (1, 6, 6, 0)
     assert float(program.train_step(state, vector_batch())[1]["loss"]) > 0
     assert not torch.isfinite(replay.read(caught.value.path, program.init()).batch[0]).any()
+
+
+def test_a_window_that_is_dropped_is_judged_before(tmp_path: Path) -> None:
+    """The step itself drops it unseen: the loop has to look before the flush."""
+    program = mlp(accumulate=4, tail="drop")
+    with pytest.raises(NonFiniteError, match=r"epoch 1, batch 6: .*batch/0 .*not finite") as caught:
+        fit(program.init(), poisoned(7, 5), program, epochs=2, snapshots=tmp_path)
+    assert int(caught.value.result.state.updates) == 1
+    skipping = mlp(accumulate=4, tail="drop", nonfinite="skip")
+    assert int(fit(skipping.init(), poisoned(7, 5), skipping, epochs=1).state.updates) == 1
+
+
+def test_log_lines_before_a_call_that_is_not_finite_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The metrics of all calls arrive together, as they do from a device that is slower than the host."""
+    on_its_way = SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setattr(metric_queue, "_to_host", lambda numbers: (numbers, on_its_way))
+    program, found = mlp(), list[int]()
+
+    def note(event: Any) -> None:
+        found.extend([event.updates] if isinstance(event, events.Logged) else [])
+
+    with pytest.raises(NonFiniteError, match="epoch 1, batch 6"):
+        fit(program.init(), poisoned(7, 5), program, epochs=1, log_every=1, callbacks=[note])
+    assert found == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("options", [{"nonfinite": "skip"}, {"precision": "16-mixed"}])
@@ -464,12 +490,12 @@ def test_row_36_no_batch_is_held_longer_than_its_metrics_are_on_their_way() -> N
     most = 1 << 28
     for options, expected in (({}, 1), ({"nonfinite": "skip"}, 0)):
         program = mlp(**options)
-        progress = Progress(0, halts=can_halt(program.init()))
+        progress = Accounting(0, halts=can_halt(program.init()))
         loop = LoopState()
         large = torch.empty(most // 4 + 1, device="meta"), torch.zeros(1)
         for call in range(1, 4):
             _, metrics = program.train_step(program.init(), vector_batch())
             progress.add(Call(call, 0, call - 1, True), metrics, loop, large)
             assert len(progress.window(call)) == expected
-            loop, _ = progress.settle(loop, program.init(), wait=False)
+            loop = progress.settle(loop, program.init(), wait=False)
             assert not progress.window(call)

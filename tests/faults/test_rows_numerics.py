@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from faults.runs import batches, fails, fit, mlp, refused, same
 from helpers import assert_trees_close, image_batch, tiny_convnet, vector_batch
+from rigs.faults.runs import batches, fails, fit, mlp, refused, same
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 

@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 import torch
-from faults import damaging, planting, running
-from faults.damaging import BEFORE, NEWEST
-from faults.planting import forge
-from faults.running import steps_of_a_fit
-from faults.trials import fails_without, first_failure
+from rigs.faults import damaging, planting, running
+from rigs.faults.damaging import BEFORE, NEWEST
+from rigs.faults.planting import forge
+from rigs.faults.running import steps_of_a_fit
+from rigs.faults.trials import fails_without, first_failure
+from rigs.parallel import snapshot_cases
 from saving import GOLDEN, assert_same, golden_state, small
 from torch import Tensor
 
 from purestep import errors, tree
 from purestep.snapshot import Snapshots, manifest, orbax_io, read_history, verify
-from tests.parallel import snapshot_cases
 
 FLIPS = range(60)
 CUTS = range(60, 90)

@@ -13,12 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import forkserver
 import pytest
 import torch
-from faults import failpoints, filling, killing, losing, racing, running
-from faults.running import steps_of_a_fit
-from faults.trials import fails_without, first_failure
+from rigs import forkserver
+from rigs.faults import failpoints, filling, killing, losing, racing, running
+from rigs.faults.running import steps_of_a_fit
+from rigs.faults.trials import fails_without, first_failure
 from saving import assert_same, record_calls, small
 
 from purestep import errors, files, tree
@@ -38,7 +38,7 @@ def plan(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Plans faults, counted from now on."""
 
     def set_plan(text: str) -> None:
-        monkeypatch.setattr("faults.failpoints.hits", Counter())
+        monkeypatch.setattr("rigs.faults.failpoints.hits", Counter())
         monkeypatch.setenv("PURESTEP_FAILPOINT", text)
 
     return set_plan
@@ -63,7 +63,7 @@ def test_row_01_no_more_than_an_interval_is_lost(tmp_path: Path) -> None:
     assert first_failure(losing.trial, range(2), tmp_path / "on") is None
 
     def never_due(number: int, folder: Path) -> str | None:
-        return losing.trial(number, folder, off="purestep.loop.processes.Decisions.is_due")
+        return losing.trial(number, folder, off="purestep.loop.decisions.Decisions.is_due")
 
     assert "steps lost" in str(first_failure(never_due, range(5), tmp_path / "off"))
 
@@ -373,7 +373,7 @@ def test_row_09_no_memory_for_the_copy(tmp_path: Path) -> None:
 
 # --- 10, 11 -----------------------------------------------------------------------------------------------------------
 
-SAVE_AND_END = "from faults import planted, running\nfrom purestep.snapshot import Snapshots\n{off}\n"
+SAVE_AND_END = "from rigs.faults import planted, running\nfrom purestep.snapshot import Snapshots\n{off}\n"
 SAVE_AND_END += "Snapshots({folder!r}).save(1, running.state(1))\n{ending}"
 
 

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import forkserver
 import pytest
 import torch
-from faults import leaking, preempting, running
-from faults.trials import ended, fails_without, finished, wait_for, whole_run
 from helpers import assert_trees_close, tiny_mlp, vector_batch
+from rigs import forkserver
+from rigs.faults import leaking, preempting, running
+from rigs.faults.trials import ended, fails_without, finished, wait_for, whole_run
 from torch import nn
 
 import purestep as ps

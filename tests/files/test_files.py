@@ -10,11 +10,12 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from faults import failpoints
+from rigs.faults import failpoints
 from saving import record_calls
 
 from purestep import errors, files
@@ -188,6 +189,17 @@ def test_a_holder_that_died_is_named_and_taken_over_from(tmp_path, caplog):
     caplog.clear()
     with files.DirectoryLock(tmp_path):
         pass
+    assert caplog.text == ""
+
+
+def test_a_holder_that_ends_while_another_one_waits_is_not_accused(tmp_path, caplog):
+    first = files.DirectoryLock(tmp_path)
+    first.acquire()
+    end = threading.Timer(0.05, first.release)
+    end.start()
+    with caplog.at_level(logging.WARNING, logger="purestep"), files.DirectoryLock(tmp_path) as second:
+        assert second.held
+    end.join()
     assert caplog.text == ""
 
 

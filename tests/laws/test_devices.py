@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_rehearsal import build
-from cuda_rehearsal.device import seen as counted
 from helpers import assert_trees_close, tiny_convnet, tiny_mlp, vector_batch
+from rigs.cuda_rehearsal import build
+from rigs.cuda_rehearsal.device import seen as counted
 from torch import nn
 
 import purestep as ps
@@ -160,7 +160,7 @@ class TestInitFollowsTheModule:
 
 
 class TestTheRehearsal:
-    """What `cuda_rehearsal/run.py` does before the stand-in is there; what is on it runs in there."""
+    """What `rigs/cuda_rehearsal/run.py` does before the stand-in is there; what is on it runs in there."""
 
     def test_says_why_it_cannot_be(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         monkeypatch.setattr(build, "_package", lambda name: tmp_path / name)

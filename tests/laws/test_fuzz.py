@@ -1,4 +1,4 @@
-"""Some cases of the fuzzer; `python -m tests.fuzz` runs thousands."""
+"""Some cases of the fuzzer; `python -m tests.rigs.fuzz` runs thousands."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fuzz import cases, compare
+from rigs.fuzz import cases, compare
 
 from purestep.torch_ext import draws
 
@@ -23,7 +23,7 @@ def one_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 WAYS = {"inductor": 3, "aot_eager": 6, "front": 1}
-"""How many cases of each; those that end in inductor take ten seconds each. `python -m tests.fuzz` tries any number."""
+"""How many cases of each; those that end in inductor take ten seconds each. `tests.rigs.fuzz` tries any number."""
 
 
 def _seeds() -> list[int]:

@@ -708,7 +708,7 @@ def test_auto_is_eager_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("compiled")
 
-    monkeypatch.setattr("purestep.compile.compile_program", refuse)
+    monkeypatch.setattr("purestep.compile.as_settings.compile_program", refuse)
     program = mlp()
     fit(program.init(), batches(1), program, epochs=1)
     with pytest.raises(AssertionError, match="compiled"):

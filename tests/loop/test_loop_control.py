@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from faults.runs import Told, at, batches, fit, mlp, poisoned
 from helpers import assert_trees_close, image_batch, tiny_convnet, tiny_mlp, vector_batch
+from rigs.faults.runs import Told, at, batches, fit, mlp, poisoned
 from torch import Tensor, nn
 
 import purestep as ps

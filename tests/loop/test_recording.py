@@ -213,9 +213,9 @@ class TestRefilledBuffers:
 
     def test_processes_name_the_one_whose_batch_was_refilled(self):
         halted = NonFiniteError("halted")
-        assert "the batch of process 1 is unknown" in nonfinite_steps.explain_from(halted, [(), None], "").what
-        assert "not finite in process 0: x" in nonfinite_steps.explain_from(halted, [("x",), None], "").what
-        assert "of all processes are finite" in nonfinite_steps.explain_from(halted, [(), ()], "").what
+        assert "the batch of process 1 is unknown" in nonfinite_steps.explain_from(halted, [[], None], "").what
+        assert "not finite in process 0: x" in nonfinite_steps.explain_from(halted, [["x"], None], "").what
+        assert "of all processes are finite" in nonfinite_steps.explain_from(halted, [[], []], "").what
 
 
 def planted(chosen: ps.Program, at: int, change: Callable[[ps.TrainState], ps.TrainState]) -> ps.Program:

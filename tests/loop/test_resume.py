@@ -331,6 +331,55 @@ def test_a_snapshot_saved_by_hand_is_a_state_without_a_place(tmp_path: Path) -> 
     assert ps.Snapshots(tmp_path, writer=False).latest() == 2 * CALLS
 
 
+def test_a_state_that_was_saved_by_hand_as_step_0_is_not_saved_again(tmp_path: Path) -> None:
+    made = program()
+    with ps.Snapshots(tmp_path) as snapshots:
+        snapshots.save(0, made.init(seed=5))
+    before = (tmp_path / "0").stat().st_ino
+
+    def stops(event: Any) -> Any:
+        return events.Stop() if isinstance(event, events.FitStart) else None
+
+    result = fit(made.init(seed=5), loaders(), made, snapshots=tmp_path, callbacks=[stops], epochs=1)
+    assert (int(result.state.step), (tmp_path / "0").stat().st_ino) == (0, before)
+
+
+def test_another_seed_of_a_loader_that_shuffles_is_named_with_its_cure(tmp_path: Path) -> None:
+    made = program()
+    fit(made.init(seed=5), loaders(), made, snapshots=tmp_path, epochs=1)
+    with pytest.raises(Mismatch, match=r"seed was 5 and is 6 .*\(cure: program.init\(seed=5\); for a separate run"):
+        fit(made.init(seed=6), loaders(), made, snapshots=tmp_path, epochs=2)
+
+
+class Root(ps.Mean):
+    """A metric that computes itself."""
+
+    def compute(self) -> Any:
+        return (self.total.sum() / self.weight.sum()).sqrt()
+
+
+def test_a_metric_of_a_class_survives_a_signal_in_the_evaluation_of_an_epoch(tmp_path: Path) -> None:
+    """The run goes on with the row of the epoch, before any call that could say what class the metric has."""
+
+    def objective(model: Any, batch: Any) -> ps.Loss:
+        loss, rows = (model(batch[0]) - batch[1]).square(), torch.tensor(float(len(batch[0])))
+        return ps.Loss(loss.mean(), rows, {"rmse": Root(torch.stack([loss.sum(), rows]), torch.stack([rows, rows]))})
+
+    def go(directory: Path | None, *, ends: bool) -> Any:
+        def end(event: Any) -> None:
+            if ends and isinstance(event, events.EvalStepEnd):
+                signal.raise_signal(signal.SIGINT)
+
+        torch.manual_seed(0)
+        made = ps.program(nn.Linear(2, 1), objective, optim.sgd(0.1))
+        data = [(torch.full((3, 2), float(number)), torch.ones(3, 1)) for number in range(4)]
+        return fit(made.init(), (data, data), made, epochs=2, snapshots=directory, callbacks=[end])
+
+    with pytest.raises(KeyboardInterrupt):
+        go(tmp_path, ends=True)
+    same(go(tmp_path, ends=False), go(None, ends=False))
+
+
 @pytest.mark.compile
 def test_a_compiled_run_is_resumed(tmp_path: Path) -> None:
     fields: dict[str, Any] = {"compile": {"backend": "aot_eager"}}

@@ -16,8 +16,7 @@ import purestep as ps
 from purestep import schedules
 from purestep.loop import nonfinite_steps as halted
 from purestep.loop.purity_check import PurityCheck
-from purestep.loop.window_position import counting
-from purestep.step import Accum, accumulation, train_step, update
+from purestep.step import Accum, accumulation, counting, train_step, update
 from purestep.torch_ext import tracing
 
 

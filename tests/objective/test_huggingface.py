@@ -130,7 +130,7 @@ def test_a_model_trains_as_it_is_eager_and_traced_alike(make: Callable[[], Made]
 
 @CONTRASTIVE
 @pytest.mark.compile
-@pytest.mark.optimized
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make", [distilbert, *[pytest.param(make, marks=pytest.mark.soak) for make in MODELS if make is not distilbert]]
 )

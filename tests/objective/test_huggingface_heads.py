@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from rigs.zoo import families
 from torch import Tensor, nn
-from zoo import families
 
 import purestep as ps
 

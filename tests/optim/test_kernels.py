@@ -14,14 +14,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import purestep as ps
 from purestep import optim, schedules, tree
-from purestep.torch_ext import foreach
+from purestep.optim import fused
 from purestep.types import Empty
 
 Make = Callable[[], optim.Transform]
 
 
 def no_kernel(tx: optim.Transform) -> optim.Transform:
-    return tx._replace(fast=None)
+    return tx._replace(kind=None)
+
+
+def has_plan(tx: optim.Transform) -> bool:
+    params = {name: p.detach() for name, p in net().named_parameters()}
+    return fused.plan(tx, params, tx.init(params), params) is not None
 
 
 def net(dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -53,6 +58,12 @@ TRANSFORMS: dict[str, Make] = {
         {"slow": optim.adamw(1e-3), "fast": optim.sgd(WARMUP, 0.9)}, [(r"^0\.", "slow"), ("", "fast")]
     ),
     "injected": lambda: optim.inject(optim.adamw)(learning_rate=WARMUP),
+    "by parts": lambda: optim.chain(
+        optim.clip_by_global_norm(0.05),
+        optim.scale_by_adam(),
+        optim.add_decayed_weights(0.1, mask="weight"),
+        optim.scale_by_learning_rate(1e-2),
+    ),
 }
 
 
@@ -60,7 +71,7 @@ TRANSFORMS: dict[str, Make] = {
 @pytest.mark.parametrize("donate", [False, True])
 def test_a_kernel_computes_what_update_computes(name: str, donate: bool) -> None:
     tx = TRANSFORMS[name]()
-    assert optim.base.fast_of(tx).kernel is not None
+    assert has_plan(tx)
     fast = ps.program(net(), ps.supervised(nn.CrossEntropyLoss()), tx, ema=0.9)
     slow = ps.program(net(), ps.supervised(nn.CrossEntropyLoss()), no_kernel(tx), ema=0.9)
     step = (ps.donate(fast) if donate else fast).train_step
@@ -85,8 +96,12 @@ def test_some_transforms_have_no_kernel() -> None:
         optim.chain(optim.adamw(1e-2), optim.scale(0.5)),
         optim.partition({"a": optim.adamw(1e-2), "b": optim.lion(1e-3)}, [("weight", "a"), ("", "b")]),
         optim.lion(1e-3),
+        optim.rmsprop(1e-3, momentum=0.9),
+        optim.lamb(1e-3),
+        optim.chain(optim.trace(0.9), optim.add_decayed_weights(0.1), optim.scale_by_learning_rate(0.1)),  # decoupled
+        optim.chain(optim.masked(optim.clip_by_global_norm(1.0), "weight"), optim.sgd(0.1)),  # no decay
     ):
-        assert optim.base.fast_of(tx).kernel is None
+        assert not has_plan(tx)
 
 
 def test_an_update_of_the_users_own_is_the_one_that_runs() -> None:
@@ -96,7 +111,7 @@ def test_an_update_of_the_users_own_is_the_one_that_runs() -> None:
     clip = optim.clip_by_global_norm(1.0)
     kept = clip._replace(update=lambda updates, state, params: (updates, state))
     for tx in (halved, optim.chain(clip, halved), optim.chain(kept, own), optim.partition({"a": halved}, [("", "a")])):
-        assert optim.base.fast_of(tx).kernel is None
+        assert not has_plan(tx)
 
 
 REFUSED: dict[str, Any] = {
@@ -241,8 +256,10 @@ def test_an_unused_layer_is_left_alone_and_its_own_count_goes_on(read: bool, mon
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return func(*args, **(kwargs or {}))
 
-    calls, adam_ = [], foreach.adam_
-    monkeypatch.setattr(foreach, "adam_", lambda *given, **named: calls.append(len(given[0])) or adam_(*given, **named))
+    calls, launch = [], fused.launch
+    monkeypatch.setattr(
+        fused, "launch", lambda kernel, lists, *more: calls.append(len(lists[0])) or launch(kernel, lists, *more)
+    )
     states = []
     for tx in (optim.adamw(1e-2), no_kernel(optim.adamw(1e-2))):
         torch.manual_seed(0)
@@ -317,7 +334,5 @@ def test_autograd_follows_what_a_step_is_given_like_torch_func(make: Any, name: 
 def test_a_sparse_gradient_has_no_kernel() -> None:
     tx = optim.adamw(1e-2)
     params = {"w": torch.ones(3, 2)}
-    kernel = optim.base.fast_of(tx).kernel
-    assert kernel is not None
-    assert kernel(params, tx.init(params), params) is not None
-    assert kernel({"w": torch.ones(3, 2).to_sparse()}, tx.init(params), params) is None
+    assert fused.plan(tx, params, tx.init(params), params) is not None
+    assert fused.plan(tx, {"w": torch.ones(3, 2).to_sparse()}, tx.init(params), params) is None

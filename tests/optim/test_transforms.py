@@ -660,7 +660,7 @@ def test_every_part_is_pure_and_keeps_structure_and_dtypes(
 
 
 def test_a_block_rms_of_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"clip_by_block_rms: threshold is 0, which makes every update 0"):
+    with pytest.raises(ConfigError, match=r"clip_by_block_rms: threshold=0.0 must be a finite number greater than 0"):
         optim.clip_by_block_rms(0.0)
 
 

@@ -1,7 +1,1 @@
-"""Tests with several processes."""
-
-import sys
-from pathlib import Path
-
-if (tests := str(Path(__file__).parents[1])) not in sys.path:  # `python -m tests.parallel.table`; pytest has it there
-    sys.path.append(tests)
+"""Tests with several processes; what the processes run is in `rigs.parallel`."""

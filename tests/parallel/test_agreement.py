@@ -5,11 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
-import purestep as ps
-from purestep.parallel import host
-
-from . import processes
+from rigs.parallel import processes
 
 NAN: dict[str, Any] = {"problem": "perceptrons", "batches": "spoilt"}
 SHARD: dict[str, Any] = {"params": "shard", "mesh": {"shard": 2}}
@@ -23,7 +19,7 @@ CASES: list[dict[str, Any]] = [
 
 
 def test_a_nan_on_one_process_is_handled_as_in_one_process() -> None:
-    found = processes.run("tests.parallel.cases:steps", 2, args=[CASES])[0].value
+    found = processes.run("rigs.parallel.cases:steps", 2, args=[CASES])[0].value
     for case, one in zip(CASES, found, strict=True):
         assert one["far"] < 1e-14, (case, one)
     # Skipped: one of six calls, one of three windows. Halted: two updates before the nan.
@@ -32,15 +28,10 @@ def test_a_nan_on_one_process_is_handled_as_in_one_process() -> None:
 
 @pytest.mark.parametrize(("params", "sizes"), [("replicate", {}), ("shard", {"shard": 2})])
 def test_an_overflow_on_one_process_skips_the_update_of_all(params: str, sizes: dict[str, int]) -> None:
-    first, second = (output.value for output in processes.run("tests.parallel.cases:overflow", 2, args=[params, sizes]))
+    first, second = (output.value for output in processes.run("rigs.parallel.cases:overflow", 2, args=[params, sizes]))
     assert first == second
     before, after = first["updates"][0], first["updates"][1]
     assert after == before
     assert first["digests"][1] == first["digests"][0]
     assert first["scales"][1] == first["scales"][0] / 2
     assert first["updates"][-1] > after
-
-
-def test_a_mesh_that_is_closed_agrees_on_nothing():
-    with pytest.raises(ps.errors.RankError, match=r"the mesh of 2 processes is closed.*with ps\.parallel\.start"):
-        host.Peers(0, 2).first(lambda: 3)

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from . import processes
+from rigs.parallel import processes
 
 TRACE = {"backend": "aot_eager"}
 NATIVE = {"backend": "inductor"}
@@ -32,12 +31,12 @@ def check(found: list[dict[str, Any]]) -> None:
 
 @pytest.mark.compile
 def test_traced_steps_equal_one_process() -> None:
-    check(processes.run("tests.parallel.cases:steps", 2, args=[TRACED], timeout=150)[0].value)
+    check(processes.run("rigs.parallel.cases:steps", 2, args=[TRACED], timeout=150)[0].value)
 
 
 @pytest.mark.compile
 def test_layers_that_communicate_are_traced() -> None:
-    for output in processes.run("tests.parallel.cases:captured", 2, timeout=150):
+    for output in processes.run("rigs.parallel.cases:captured", 2, timeout=150):
         assert list(output.value) == ["sync", "units", "tensor"]
         assert [len(found) for found in output.value.values()] == [2, 1, 1]
         for name, found in output.value.items():
@@ -47,14 +46,14 @@ def test_layers_that_communicate_are_traced() -> None:
 @pytest.mark.compile
 def test_functional_collectives_are_not_compiled_into_the_workspace() -> None:
     """The plug-in for the CPU refuses the graph, which torch then compiles alone."""
-    (output,) = processes.run("tests.parallel.cases:functional", 1)
+    (output,) = processes.run("rigs.parallel.cases:functional", 1)
     assert "functional collectives" in output.value["functional"]
     assert output.value["own"] == "compiled"
 
 
 @pytest.mark.compile
 def test_compiled_evaluation() -> None:
-    assert processes.run("tests.parallel.cases:evaluations", 2, args=[TRACE])[0].value < 1e-6
+    assert processes.run("rigs.parallel.cases:evaluations", 2, args=[TRACE])[0].value < 1e-6
 
 
 @pytest.mark.soak
@@ -64,4 +63,4 @@ def test_processes_share_a_cache_of_code(tmp_path: Path) -> None:
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     case = [{**SHARD, "kind": "uneven", "compiled": NATIVE}]
     for _ in range(2):
-        check(processes.run("tests.parallel.cases:steps", 2, args=[case], env=env, timeout=400)[0].value)
+        check(processes.run("rigs.parallel.cases:steps", 2, args=[case], env=env, timeout=400)[0].value)

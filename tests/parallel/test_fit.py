@@ -6,8 +6,7 @@ import re
 from typing import Any
 
 import pytest
-
-from .processes import once, run
+from rigs.parallel.processes import once, run
 
 ULPS = 2.5e-7  # relative: metrics are float32, and a process rounds its own share
 
@@ -16,7 +15,7 @@ ULPS = 2.5e-7  # relative: metrics are float32, and a process rounds its own sha
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     def compute() -> list[dict[str, Any]]:
         folder = tmp_path_factory.mktemp("runs")
-        return [output.value for output in run("tests.parallel.fitting:everything", 2, args=[str(folder)], timeout=240)]
+        return [output.value for output in run("rigs.parallel.fitting:everything", 2, args=[str(folder)], timeout=240)]
 
     return once(tmp_path_factory, "fitting", compute)
 
@@ -69,7 +68,10 @@ def test_an_error_of_the_first_process_is_that_of_all(found: list[dict[str, Any]
 
 def test_a_state_that_one_callback_returns_is_refused_by_all(found: list[dict[str, Any]]):
     for each in found:
-        assert "callbacks returned a state in some processes only: [0, 1] times" in each["decisions"]["state"][0]
+        assert (
+            "the number of states that callbacks returned is 0 in process 0, 1 in process 1"
+            in each["decisions"]["state"][0]
+        )
 
 
 def test_a_loss_that_is_not_finite_in_one_process_stops_all_at_one_call(found: list[dict[str, Any]]):
@@ -86,6 +88,23 @@ def test_a_loss_that_is_not_finite_in_one_process_stops_all_at_one_call(found: l
         step, updates, total, *alone = values
         assert [step, updates] == alone[:2], (name, values)
         assert abs(total - alone[2]) < 1e-13, (name, values)
+
+
+def test_a_gradient_that_is_not_finite_in_an_open_window_stops_all_at_a_snapshot(found: list[dict[str, Any]]):
+    for each in found:
+        *several, alone = each["open window"]
+        for text, step in several:
+            assert "is not finite in the accumulation window that is open at call 3" in text, several
+            assert step == alone[1] == 2, each
+
+
+def test_epochs_that_are_cut_are_those_of_one_process(found: list[dict[str, Any]]):
+    for each in found:
+        wanted, *others = each["limited"]
+        assert wanted[:2] == [4, [2, 4]]
+        for one in others:
+            assert one[:2] == wanted[:2]
+            assert one[2] == pytest.approx(wanted[2], abs=1e-14)
 
 
 def test_a_run_goes_on_inside_an_epoch_of_loaders_that_the_user_divides(found: list[dict[str, Any]]):
@@ -116,7 +135,7 @@ ERRORS = {
     "snapshots": rf"fit: processes differ: snapshots is a directory in process 0, None in process 1 \({SAME}",
     "seed": rf"checksum of key is 0 in process 0, 1 in process 1.*{SAME}",
     "structure": rf"train, first batch: .*a batch is Share\(list\(float64 tensor .* Share\(tuple\(float64.*{SAME}",
-    "order": r"train, process \d of 2: processes 0 and 1 differ: order of the data .*cure: the same dataset, sampler",
+    "order": r"train: processes differ: the order of the data is \d+ in process 0, .*cure: the same dataset, sampler",
     "ends": r"train, epoch 1, batch 2: process 1 has another batch, and process 0 has none.*sharded\(loader\)",
     "another mesh": r"a mesh of data=2, shard=1, and the open mesh has data=1, shard=2 \(cure: call ps\.distribute",
     "outside of start": r"cure: call distributed steps inside `with ps\.parallel\.start",
@@ -135,7 +154,7 @@ def test_errors_say_what_where_and_the_cure(found: list[dict[str, Any]], name: s
 @pytest.mark.parametrize(("sizes", "params"), [({"data": 2, "shard": 2}, "shard"), ({}, "replicate")])
 def test_a_run_of_four_processes_equals_one(sizes: dict[str, int], params: str):
     """Two groups of two pieces each, and four whole states."""
-    for output in run("tests.parallel.fitting:equal", 4, args=[params, sizes, 1], timeout=240):
+    for output in run("rigs.parallel.fitting:equal", 4, args=[params, sizes, 1], timeout=240):
         one = output.value
         for kind in ("state", "run_epoch", "listed", "streamed", "uneven"):
             assert one[kind] < 1e-14, (kind, one)

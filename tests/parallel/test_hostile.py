@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from .hostile import TIMEOUT
-from .processes import free_port, once, run
+from rigs.parallel.hostile import TIMEOUT
+from rigs.parallel.processes import free_port, once, run
 
 MISSING = r"the environment has {}, but not {} \(cure: start with `torchrun --nproc-per-node 2 train\.py`"
 JOIN = r"process {} of 2 could not join the others at 127\.0\.0\.1:\S+: "
@@ -68,7 +67,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def started(function: str, world: int, folder: Path) -> list[dict[str, Any]]:
     ports = [free_port() for _ in range(12)]
     env = {"PROCESS": "{rank}"}
-    outputs = run(f"tests.parallel.hostile:{function}", world, args=[str(folder), ports], env=env)
+    outputs = run(f"rigs.parallel.hostile:{function}", world, args=[str(folder), ports], env=env)
     return [output.value for output in outputs]
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
-from . import processes
+from rigs.parallel import processes
 
 EQUAL: list[dict[str, Any]] = [
     {"params": "replicate"},
@@ -39,7 +38,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """One start of two processes for all cases."""
 
     def compute() -> list[dict[str, Any]]:
-        return processes.run("tests.parallel.cases:steps", 2, args=[in_json(EQUAL + FAULTY)], timeout=150)[0].value
+        return processes.run("rigs.parallel.cases:steps", 2, args=[in_json(EQUAL + FAULTY)], timeout=150)[0].value
 
     return processes.once(tmp_path_factory, "steps", compute)
 

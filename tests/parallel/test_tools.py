@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from .processes import once, run
+from rigs.parallel.processes import once, run
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     def compute() -> list[dict[str, Any]]:
-        return [output.value for output in run("tests.parallel.tool_cases:everything", 2, timeout=120)]
+        return [output.value for output in run("rigs.parallel.tool_cases:everything", 2, timeout=120)]
 
     return once(tmp_path_factory, "tools", compute)
 
@@ -41,7 +40,7 @@ def test_separate_loaders_are_joined_by_batch_and_then_by_process(found: list[di
 
 
 def test_processes_of_one_model_predict_each_row_once():
-    for output in run("tests.parallel.tool_cases:split_by_tensor", 2, timeout=90):
+    for output in run("rigs.parallel.tool_cases:split_by_tensor", 2, timeout=90):
         assert output.value["far"] < 1e-12
 
 
@@ -98,7 +97,7 @@ def test_what_cannot_be_done_is_said_in_every_process(found: list[dict[str, Any]
 @pytest.mark.parametrize("kind", ["ours", "hold", "user"])
 def test_no_thread_of_a_group_outlives_its_mesh(tmp_path: Path, kind: str):
     """One that is at work when the interpreter ends aborts the process."""
-    for output in run("tests.parallel.tool_cases:threads_left", 2, args=[str(tmp_path / "run"), kind], timeout=90):
+    for output in run("rigs.parallel.tool_cases:threads_left", 2, args=[str(tmp_path / "run"), kind], timeout=90):
         before, inside, after = output.value
         assert inside > before
         assert (after > before) == (kind == "hold"), (before, inside, after)

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from .processes import ROOT, free_port
+from rigs.parallel.processes import ROOT, free_port
 
 LM = {"batch-size": 4, "context": 32, "width": 32, "heads": 2, "layers": 1, "sample": 4}
 

@@ -55,6 +55,7 @@ def test_the_page_is_whole(page: Path):
     for part in ("all epochs are done", "Settings of fit (1 differ", "torch", "Snapshots of a", "6 best newest</td>"):
         assert part in own, part
     assert own.count('"symbol":"star"') == 2  # the best epoch of each run
+    assert own.count('"showlegend":true') == 4  # training and evaluation of each run; with training, its learning rate
     assert page.stat().st_size < 6e6
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from faults import planting
+from rigs.faults import planting
 
 import purestep as ps
 from purestep import snapshot

@@ -13,11 +13,11 @@ import threading
 import warnings
 from pathlib import Path
 
-import forkserver
 import pytest
 import torch
-from faults.planting import forge
-from faults.running import state
+from rigs import forkserver
+from rigs.faults.planting import forge
+from rigs.faults.running import state
 from saving import assert_same, small
 
 from purestep import errors
@@ -30,7 +30,7 @@ def server():
     return forkserver.shared()
 
 
-SCRIPT = "import sys\nfrom faults.running import state\nfrom purestep.snapshot import Snapshots"
+SCRIPT = "import sys\nfrom rigs.faults.running import state\nfrom purestep.snapshot import Snapshots"
 
 
 def saved(folder: Path, *steps: int) -> None:
@@ -172,6 +172,42 @@ def test_no_memory_for_the_host_copy(tmp_path, monkeypatch):
             snapshots.save(1, small())
         monkeypatch.delenv("PURESTEP_FAILPOINT")
         snapshots.save(1, small())
+
+
+def test_a_save_without_memory_is_not_repeated_at_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("PURESTEP_FAILPOINT", "snapshot.copy=raise:MemoryError")
+    with Snapshots(tmp_path, every_steps=2, on_save_error="continue") as snapshots:
+        assert snapshots.due(updates=2, epoch=0)
+        snapshots.save(2, small())
+        assert snapshots.failed == 1
+        assert not snapshots.due(updates=3, epoch=0)
+        assert snapshots.due(updates=4, epoch=0)
+
+
+def test_a_step_whose_name_was_not_flushed_is_not_called_unwritten(tmp_path, monkeypatch):
+    monkeypatch.setenv("PURESTEP_FAILPOINT", "snapshot.committed=raise:EIO")
+    with Snapshots(tmp_path) as snapshots:
+        snapshots.save(1, small(1))
+        with pytest.raises(errors.WriteFailed, match=r"step 1: is written, and its name may not survive a power cut"):
+            snapshots.wait()
+        assert_same(snapshots.restore(small()).state, small(1))
+
+
+@pytest.mark.parametrize("point", ["snapshot.retire", "snapshot.delete"])
+def test_an_old_step_that_cannot_be_deleted_does_not_fail_the_new_one(tmp_path, monkeypatch, caplog, point):
+    with Snapshots(tmp_path, keep=1) as snapshots:
+        snapshots.save(1, small(1))
+        snapshots.wait()
+        monkeypatch.setenv("PURESTEP_FAILPOINT", f"{point}=raise:EIO")
+        with caplog.at_level(logging.WARNING, logger="purestep"):
+            snapshots.save(2, small(2))
+            snapshots.wait()
+        assert "step 2 is written, but older ones could not be deleted: [Errno 5]" in caplog.text
+        assert snapshots.latest() == 2
+        monkeypatch.delenv("PURESTEP_FAILPOINT")
+        snapshots.save(3, small(3))  # deletes them too
+        snapshots.wait()
+        assert snapshots.steps() == [3]
 
 
 @pytest.mark.parametrize("point", ["snapshot.commit", "snapshot.replace"])

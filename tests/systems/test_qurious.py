@@ -516,10 +516,12 @@ def test_a_loss_that_is_not_a_number_raises_or_is_skipped():
 
 @pytest.mark.row("1.28")
 def test_the_log_says_how_fast_it_goes_and_how_much_of_it_is_waiting(monkeypatch: pytest.MonkeyPatch):
-    from purestep.loop import progress
+    from purestep.data import device
+    from purestep.loop import accounting
 
     clock = 0.0
-    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: clock))
+    for module in (accounting, device):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock))
 
     class Slow:
         """Three seconds a batch."""

@@ -1,6 +1,7 @@
 """Compiled steps: one graph from the forward pass to the EMA, with donation.
 
     api               `compile_step` and `compile_program`
+    as_settings       compiled, donated or eager, as the settings of a run say; eager where a compiler fails
     compiled_step     a call: the graph for these inputs, with the state's buffers
     eval_step         the same for an eval_step
     graphs            the graphs of one step; chooses one by structure, shapes and torch's settings
@@ -33,6 +34,8 @@ from __future__ import annotations
 
 from .api import compile_program as compile_program
 from .api import compile_step as compile_step
+from .as_settings import eager_program as eager_program
+from .as_settings import prepared as prepared
 from .capture import Uncaptured as Uncaptured
 from .compiled_step import CompiledStep as CompiledStep
 from .eager_donation import DonatedStep as DonatedStep
@@ -41,6 +44,7 @@ from .eager_donation import donate as donate
 from .eager_donation import released as released
 from .eager_donation import without_donation as without_donation
 from .eval_step import CompiledEval as CompiledEval
+from .eval_step import takes_index as takes_index
 from .first_run import first_line as first_line
 from .fx_passes import ONE_DTYPE as ONE_DTYPE
 from .live_state import LiveState as LiveState

@@ -169,7 +169,7 @@ class StateBuffers(Store):
         copied -= not_copied
         self.holds_callers = bool(not_copied)  # some buffers are tensors of the caller
         self.buffers = self._fill(leaves, copied=copied)
-        self.kinds: tuple[Any, ...] = ()  # of the buffers, as graphs expect them; see `guards.kinds`
+        self.signature: tuple[Any, ...] = ()  # of the buffers, as graphs expect them; see `guards.signature`
         keys = [part.key.to("cpu", copy=True) for part in states(flat)]
         whole = tree.unflatten(self.slots.treedef, self.slots.gather(self.buffers, keys))
         self.named = whole if layout is None else packed.unpack(layout, whole)
@@ -215,10 +215,10 @@ class StateBuffers(Store):
         """The number of calls in the key of one of the states."""
         return self.hosts[index].calls
 
-    def check(self, kinds: tuple[Any, ...]) -> None:
+    def check(self, signature: tuple[Any, ...]) -> None:
         """Raise StateError if a tensor of the state has memory of another layout since ``tensor.data = ...``: compiled
         code would write out of bounds."""
-        for was, now in zip(self.kinds, kinds, strict=True):
+        for was, now in zip(self.signature, signature, strict=True):
             if was != now:
                 raise StateError(
                     f"a tensor of the state, {list(was[0])} {was[2]} of strides {was[1]}, has become {list(now[0])} "

@@ -105,7 +105,7 @@ def trace_sizes(
     symbols = sizes.Symbols(_distinct(inputs), _distinct(leaves), dims)
     with tracing.capturing(), torch.no_grad(), tracing.no_recurrent_kernel(), symbols.mode:
         graph, outside = _traced(_traceable(function), symbols.fakes, "real")
-        graph = fx_passes.finished(fx_passes.views_allowed(graph))
+        graph = fx_passes.checked(fx_passes.views_allowed(graph))
     if not symbols.vary():
         return None
     traits, shapes = _traits(graph), "from_tracing_context"
@@ -129,13 +129,13 @@ def _compile(
             with tracing.capturing(), torch.no_grad(), autocast_disabled(), _function_modes_removed():
                 made = plugin.compiled(graph, inputs, options=options)
             if made is not None:
-                return made[0], Traits(made[1], fx_passes.records(graph)), outside
+                return made[0], Traits(made[1], fx_passes.is_recordable(graph)), outside
         except PurestepError:
             raise
         except Exception as error:
             failed = error
     with tracing.capturing(), torch.no_grad():
-        graph = fx_passes.finished(fx_passes.views_allowed(graph))
+        graph = fx_passes.checked(fx_passes.views_allowed(graph))
     traits = _traits(graph)
     with autocast_disabled(), _function_modes_removed():
         compiled = _lower(graph, inputs, backend, options)
@@ -145,7 +145,7 @@ def _compile(
 
 
 def _traits(graph: GraphModule) -> Traits:
-    return Traits(fx_passes.draws(graph), fx_passes.records(graph))
+    return Traits(fx_passes.draws(graph), fx_passes.is_recordable(graph))
 
 
 def warn_fallback(plugin: types.ModuleType, error: Exception) -> None:

@@ -25,8 +25,8 @@ from . import capture, live_state
 from .buffers import HostCounters, Slots, StateBuffers, unaliased
 from .contract import checked, same_structure, unrolled
 from .cuda_graph import CudaGraphs
-from .graphs import Graph, Graphs, Options
-from .guards import check_unfollowed, check_untransformed, kinds, kinds_guard, resolved, without_text
+from .graphs import CompiledGraph, Graphs, Options
+from .guards import check_unfollowed, check_untransformed, resolved, signature, signature_guard, without_text
 from .outputs import MetricVector, as_dict
 
 Unlike: TypeAlias = Callable[[Any], None] | None
@@ -40,8 +40,8 @@ class _Last(NamedTuple):
     surroundings: tuple[str, str]
     treedef: tree.TreeDef
     only: tuple[type, int] | None  # type and length of a batch that is a single tuple or list of tensors
-    guard: Callable[..., bool]  # (*buffers, *batch leaves, *outside) -> same kinds
-    graph: Graph
+    guard: Callable[..., bool]  # (*buffers, *batch leaves, *outside) -> same signature
+    graph: CompiledGraph
 
     def leaves(self, buffers: list[Tensor], batch: tuple[Any, ...]) -> list[Any] | None:
         """The leaves of a batch if this graph is valid for them and for the buffers, else None."""
@@ -57,6 +57,9 @@ class _Last(NamedTuple):
 
 class CompiledStep:
     """A compiled step. ``graphs`` counts the compiled graphs, ``eager`` is the original step."""
+
+    counts_windows = True
+    """It counts the position in an accumulation window on the host: see `step.counting`."""
 
     def __init__(
         self,
@@ -164,7 +167,7 @@ class CompiledStep:
         return metrics
 
     def _launch(
-        self, graph: Graph, store: StateBuffers, leaves: list[Any], outside: list[Tensor]
+        self, graph: CompiledGraph, store: StateBuffers, leaves: list[Any], outside: list[Tensor]
     ) -> Metrics | MetricVector:
         store.begin()
         try:
@@ -178,18 +181,18 @@ class CompiledStep:
             raise
 
     def _run(
-        self, graph: Graph, store: StateBuffers, leaves: list[Any], outside: list[Tensor]
+        self, graph: CompiledGraph, store: StateBuffers, leaves: list[Any], outside: list[Tensor]
     ) -> Metrics | MetricVector:
         if self._replays is None or store.device.type != "cuda" or not (self._replays.required or graph.recordable):
             return graph.run(store.buffers, leaves, outside)
         return self._replays.run(graph.run, store, leaves, outside, _copied)
 
-    def _find_graph(self, store: StateBuffers, phase: Any, batch: tuple[Any, ...]) -> tuple[Graph, list[Any]]:
-        store.check(kinds(store.buffers))
+    def _find_graph(self, store: StateBuffers, phase: Any, batch: tuple[Any, ...]) -> tuple[CompiledGraph, list[Any]]:
+        store.check(signature(store.buffers))
         leaves, treedef = batch_leaves(batch)
         key = (store.slots.identity, phase, treedef)
         graph = self._graphs.find(key, leaves, store.buffers, lambda: self._core(store, phase, treedef))
-        same = kinds_guard([*store.buffers, *leaves, *graph.outside])
+        same = signature_guard([*store.buffers, *leaves, *graph.outside])
         given: Any = batch[0] if len(batch) == 1 else None
         plain = type(given) in (tuple, list) and all(type(leaf) is Tensor for leaf in given)
         only = (type(given), len(given)) if plain else None
@@ -225,8 +228,8 @@ class CompiledStep:
 
     def _intern_slots(self, store: StateBuffers) -> StateBuffers:
         # States of one structure share a Slots object: its identity is part of the key of a graph.
-        store.kinds = kinds(store.buffers)
-        key = (store.layout, store.slots.treedef, store.slots.places, store.slots.keys, store.kinds)
+        store.signature = signature(store.buffers)
+        key = (store.layout, store.slots.treedef, store.slots.places, store.slots.keys, store.signature)
         store.slots = self._graphs.slots.setdefault(key, store.slots)
         return store
 
@@ -325,12 +328,12 @@ def _with_phase(state: Any, phase: tuple[type[Accum], ...], *, back: bool = Fals
     """Set the type of each accumulator to the one that selects the graph (``back``: to the plain type)."""
     if all(kind is Accum for kind in phase) and not back:
         return state
-    kinds = iter(phase)
+    types = iter(phase)
 
     def with_accum(node: Any) -> Any:
         if not live_state.is_state(node):
             return node
-        kind = next(kinds)
+        kind = next(types)
         if isinstance(node.accum, Empty):
             return node
         return TrainState(*node)._replace(accum=(Accum if back else kind)(*node.accum))

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..errors import StepContractError
 from .buffers import StateBuffers, memory_of, strided_clone
-from .guards import kinds, kinds_guard
+from .guards import signature, signature_guard
 
 Run = Callable[[list[Tensor], list[Any], list[Tensor]], Any]
 """``(tensors, batch leaves, outside) -> metrics``, like `graphs.Graph`."""
@@ -39,7 +39,7 @@ class _Recording:
     def __init__(self, run: Run, leaves: list[Any], places: list[int], *, possible: bool) -> None:
         self.run = run  # kept alive, so that no other function gets its id
         self.places = places  # addresses of the tensors outside
-        self.fits = kinds_guard(leaves)
+        self.fits = signature_guard(leaves)
         self.possible = possible
         self.calls = 0
         self.leaves: list[Any] = []
@@ -131,7 +131,7 @@ class _StoreGraphs:
         last, places = self.last.get(id(run)), [leaf.data_ptr() for leaf in outside]
         if last is not None and last.places == places and last.fits(*leaves):
             return last
-        key = id(run), kinds(leaves), tuple(places)
+        key = id(run), signature(leaves), tuple(places)
         found = self.recorded.get(key)
         if found is None:
             if len(self.recorded) == _MOST:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -11,14 +12,24 @@ from torch import Tensor
 from .. import ema, rng, tree
 from ..state import stacked
 from ..torch_ext import draws, tracing
-from ..types import Metrics, TrainState
+from ..types import EvalStep, Metrics, TrainState
 from . import live_state
 from .buffers import key_positions
 from .compiled_step import batch_leaves
 from .contract import tensors_alone
 from .graphs import Graphs, Options
-from .guards import check_untransformed, kinds, resolved
+from .guards import check_untransformed, resolved, signature
 from .outputs import as_dict
+
+
+def takes_index(eval_step: EvalStep) -> bool:
+    """True if an eval_step has a parameter for the number of the batch."""
+    if isinstance(eval_step, CompiledEval):
+        return True
+    try:
+        return "index" in inspect.signature(eval_step).parameters
+    except (TypeError, ValueError):
+        return False
 
 
 class CompiledEval:
@@ -57,7 +68,7 @@ class CompiledEval:
             return core
 
         graph = self._graphs.find(
-            (state_def, treedef, kinds([*inputs, *(old[at] for at in sorted(keys))])), leaves, inputs, build
+            (state_def, treedef, signature([*inputs, *(old[at] for at in sorted(keys))])), leaves, inputs, build
         )
         if not graph.draws or not parts:
             return as_dict(graph.run(inputs, leaves, graph.outside))

@@ -25,7 +25,7 @@ ONE_DTYPE = (
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
 
 
-def finished(graph: GraphModule) -> GraphModule:
+def checked(graph: GraphModule) -> GraphModule:
     """Check a graph and rewrite it for the compiler.
 
     Raises:
@@ -197,9 +197,10 @@ def is_draw(node: Any) -> bool:
 _KNOWN = {"aten", "prims", "_prims", "purestep"}
 
 
-def records(graph: GraphModule) -> bool:
-    """True if a graph calls only torch's and purestep's operators, and none that talks to other processes or that torch
-    keeps out of CUDA graphs. A user's operator may ask the host for what a replay would not ask again."""
+def is_recordable(graph: GraphModule) -> bool:
+    """True if a CUDA graph may hold this graph: it calls only torch's and purestep's operators, and none that talks to
+    other processes or that torch keeps out of CUDA graphs. A user's operator may ask the host for what a replay would
+    not ask again."""
     for node in graph.graph.nodes:
         target = node.target
         if node.op == "call_module" or (node.op == "get_attr" and not _is_tensor(graph, node)):

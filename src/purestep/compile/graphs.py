@@ -16,7 +16,7 @@ from .buffers import Slots
 from .capture import exclusive
 from .captured_values import CapturedValues
 from .first_run import guarded
-from .guards import TorchSettings, check_layouts, kinds, ranks
+from .guards import TorchSettings, check_layouts, ranks, signature
 from .outputs import builder, numbers
 
 
@@ -27,24 +27,24 @@ class Options(NamedTuple):
     options: Mapping[str, Any] | None
 
 
-class Graph(NamedTuple):
+class CompiledGraph(NamedTuple):
     """One compiled graph: ``(tensors, batch leaves, outside) -> result of the core``."""
 
     run: Callable[[list[Tensor], list[Any], list[Tensor]], Any]
     outside: list[Tensor]  # tensors that the step reads besides its arguments
-    outside_kinds: tuple[Any, ...]  # `kinds` of these
+    outside_signature: tuple[Any, ...]  # `signature` of these
     draws: bool
     recordable: bool  # see `capture.Traits`
 
     def is_valid(self) -> bool:
         """True if the tensors outside have the layouts that the graph was compiled for: ``.data`` may be assigned."""
-        return not self.outside or kinds(self.outside) == self.outside_kinds
+        return not self.outside or signature(self.outside) == self.outside_signature
 
 
 class _GeneralGraph(NamedTuple):
     """One graph for batches of many sizes."""
 
-    graph: Graph
+    graph: CompiledGraph
     fits: Callable[[list[Any]], bool]  # batch leaves -> the graph accepts them
 
 
@@ -81,7 +81,7 @@ class Graphs:
         self._objects = 0
         self._around: tuple[str, str] = "", ""
         self.slots: dict[Any, Slots] = {}
-        self._exact: dict[Any, Graph] = {}
+        self._exact: dict[Any, CompiledGraph] = {}
         self._families: dict[Any, _Family] = {}  # structure, dtypes and ranks -> the sizes met
 
     def surroundings(self) -> tuple[str, str]:
@@ -98,7 +98,7 @@ class Graphs:
 
     def find(
         self, structure: Any, leaves: list[Any], tensors: list[Tensor], build: Callable[[], Callable[..., Any]]
-    ) -> Graph:
+    ) -> CompiledGraph:
         """Return the graph for these inputs; compile it if there is none yet.
 
         Args:
@@ -107,7 +107,7 @@ class Graphs:
             tensors: of the state.
             build: returns the function to compile.
         """
-        exact = ((structure, self.surroundings()), kinds(leaves))
+        exact = ((structure, self.surroundings()), signature(leaves))
         known = self._exact.get(exact)
         if known is not None and known.is_valid():
             return known
@@ -124,7 +124,7 @@ class Graphs:
                 self._captured.mark_compiled()
             return known
 
-    def _find_general(self, exact: Any, family: _Family, leaves: list[Any]) -> Graph | None:
+    def _find_general(self, exact: Any, family: _Family, leaves: list[Any]) -> CompiledGraph | None:
         general = next((each for each in family.general if each.graph.is_valid() and each.fits(leaves)), None)
         if general is None:
             return None
@@ -133,7 +133,7 @@ class Graphs:
 
     def _compile(
         self, exact: Any, family: _Family, leaves: list[Any], tensors: list[Tensor], build: Callable[[], Any]
-    ) -> Graph:
+    ) -> CompiledGraph:
         example, varying = self._general_example(family, leaves)
         general = None if example is None else self._compile_general(build(), example, tensors, varying)
         if general is not None:
@@ -168,7 +168,7 @@ class Graphs:
         example = sizes.example(leaves, family.seen, varying)
         return (None if family.is_tried and example is not leaves else example), varying
 
-    def _compile_exact(self, core: Any, leaves: list[Any], tensors: list[Tensor]) -> Graph:
+    def _compile_exact(self, core: Any, leaves: list[Any], tensors: list[Tensor]) -> CompiledGraph:
         check_layouts(leaves)
         flat, where, found = _flatten_core(core, leaves, len(tensors))
         try:
@@ -180,7 +180,7 @@ class Graphs:
             raise capture.capture_error(error, core, tensors, leaves) from error.__cause__
         self.count += 1
         call = _with_own_error(_returning_tree(run, where, len(leaves), *found), core)
-        return Graph(guarded(call, tensors), outside, kinds(outside), *traits)
+        return CompiledGraph(guarded(call, tensors), outside, signature(outside), *traits)
 
     def _compile_general(
         self, core: Any, example: list[Any], tensors: list[Tensor], varying: sizes.Varying
@@ -205,7 +205,7 @@ class Graphs:
         run, traits, outside, fits = made
         self.count += 1
         call = _with_own_error(_returning_tree(run, where, len(example), *found), core)
-        graph = Graph(guarded(call, tensors), outside, kinds(outside), *traits)
+        graph = CompiledGraph(guarded(call, tensors), outside, signature(outside), *traits)
         return _GeneralGraph(graph, lambda batch: fits([batch[index] for index in where]))
 
 
@@ -214,7 +214,7 @@ def _flatten_core(core: Any, leaves: list[Any], count: int) -> tuple[capture.Fla
 
     Returns:
         The function; the positions of tensors in the batch; and a list that a call of the function fills with the
-        structure of the core's result and the flags of its leaves that are stacked in one vector.
+        structure of the core's result and a flag for each of its leaves, True if it goes into one vector.
     """
     where = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     found: list[Any] = []
@@ -224,20 +224,20 @@ def _flatten_core(core: Any, leaves: list[Any], count: int) -> tuple[capture.Fla
         for index, leaf in zip(where, inputs[count:], strict=True):
             batch[index] = fx_passes.copied(leaf)  # a model may write its input in place
         outputs, treedef = tree.flatten(core(list(inputs[:count]), batch))
-        stacked = numbers(outputs)
-        found[:] = [treedef, stacked]
-        scalars = [leaf for leaf, one in zip(outputs, stacked, strict=True) if one]
-        rest = [leaf for leaf, one in zip(outputs, stacked, strict=True) if not one]
+        is_scalar = numbers(outputs)
+        found[:] = [treedef, is_scalar]
+        scalars = [leaf for leaf, one in zip(outputs, is_scalar, strict=True) if one]
+        rest = [leaf for leaf, one in zip(outputs, is_scalar, strict=True) if not one]
         return [torch.stack(scalars), *rest] if scalars else rest
 
     return flat, where, found
 
 
 def _returning_tree(
-    run: Callable[[list[Tensor]], Any], where: list[int], count: int, treedef: tree.TreeDef, stacked: list[bool]
+    run: Callable[[list[Tensor]], Any], where: list[int], count: int, treedef: tree.TreeDef, is_scalar: list[bool]
 ) -> Callable[[list[Tensor], list[Any], list[Tensor]], Any]:
     """Wrap a traced graph: rebuild the result's tree from one vector of scalars and the other tensors."""
-    all_tensors, build = len(where) == count, builder(treedef, stacked)
+    all_tensors, build = len(where) == count, builder(treedef, is_scalar)
 
     def call(tensors: list[Tensor], batch: list[Any], outside: list[Tensor]) -> Any:
         inputs = batch if all_tensors else [batch[index] for index in where]

@@ -71,7 +71,7 @@ def resolved(leaf: Any) -> Any:
     return leaf
 
 
-def kinds(leaves: list[Any]) -> tuple[Any, ...]:
+def signature(leaves: list[Any]) -> tuple[Any, ...]:
     """Return what a compiled graph depends on: shape, strides, dtype and device of tensors, the value of anything else.
 
     Raises:
@@ -131,16 +131,16 @@ def _not_constant(value: Any, hint: str) -> capture.Uncaptured:
     return capture.Uncaptured(found, where="batch", hint=hint)
 
 
-def kinds_guard(leaves: list[Any]) -> Callable[..., bool]:
-    """Return a fast check ``(*leaves) -> bool``: these are tensors of the same `kinds`.
+def signature_guard(leaves: list[Any]) -> Callable[..., bool]:
+    """Return a fast check ``(*leaves) -> bool``: these are tensors of the same `signature`.
 
-    `tensor_layout.layout_guard` is stricter than `kinds` (it also compares requires_grad and inference mode): if the
-    check fails, look the graph up by `kinds`.
+    `tensor_layout.layout_guard` is stricter than `signature` (it also compares requires_grad and inference mode): if
+    the check fails, look the graph up by `signature`.
     """
-    return tensor_layout.layout_guard(leaves) or functools.partial(_same_kinds, kinds(leaves))
+    return tensor_layout.layout_guard(leaves) or functools.partial(_same_signature, signature(leaves))
 
 
-def _same_kinds(known: tuple[Any, ...], *leaves: Any) -> bool:
+def _same_signature(known: tuple[Any, ...], *leaves: Any) -> bool:
     for kind, leaf in zip(known, leaves, strict=True):
         if type(leaf) is not Tensor or leaf.is_neg() or leaf.is_conj():
             return False

@@ -5,7 +5,7 @@ the end. Then inductor's own passes and code generator follow, without its secon
 program with gradients.
 
 Buys: `standalone_compile`, the public entry, traces through autograd and checks every call in Python. A cold start on a
-GPU takes half to two thirds of its time (the log in ``benchmarks/README.md``).
+GPU takes half to two thirds of its time (``benchmarks/README.md``).
 
 Private names: ``torch._inductor.compile_fx`` (``_recursive_joint_graph_passes``, ``compile_fx_inner``),
 ``torch._inductor.virtualized``, ``torch._guards``, ``torch._subclasses``, ``torch._dispatch``.
@@ -82,7 +82,7 @@ def functional(graph: GraphModule, inputs: Sequence[Tensor], options: Mapping[st
             raise NotLowered("a kernel changes the size of its argument")
         if control_flow.operators(graph):
             raise NotLowered("higher-order operators")
-        yield Functional(fx_passes.finished(_functional(graph, fakes, mode)), fakes, mode)
+        yield Functional(fx_passes.checked(_functional(graph, fakes, mode)), fakes, mode)
 
 
 def compiled(given: Functional, *, cpp_wrapper: bool) -> Callable[[list[Tensor]], Any]:

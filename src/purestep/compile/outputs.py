@@ -36,19 +36,19 @@ def numbers(outputs: list[Tensor]) -> list[bool]:
     return [one and leaf.device == device for leaf, one in zip(outputs, scalar, strict=True)]
 
 
-def builder(treedef: tree.TreeDef, stacked: list[bool]) -> Callable[[Any], Any]:
+def builder(treedef: tree.TreeDef, is_scalar: list[bool]) -> Callable[[Any], Any]:
     """Return a function from a graph's outputs to the tree."""
-    if not any(stacked):
+    if not any(is_scalar):
         return lambda outputs: tree.unflatten(treedef, list(outputs))
-    if all(stacked):
-        columns = _columns(tree.unflatten(treedef, list(range(len(stacked)))))
+    if all(is_scalar):
+        columns = _columns(tree.unflatten(treedef, list(range(len(is_scalar)))))
         if columns is None:
             return lambda outputs: tree.unflatten(treedef, outputs[0].unbind())
         return lambda outputs: MetricVector(outputs[0], columns)
 
     def mixed(outputs: Any) -> Any:
         scalars, rest = iter(outputs[0].unbind()), iter(outputs[1:])
-        return tree.unflatten(treedef, [next(scalars) if one else next(rest) for one in stacked])
+        return tree.unflatten(treedef, [next(scalars) if one else next(rest) for one in is_scalar])
 
     return mixed
 

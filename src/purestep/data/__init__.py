@@ -2,7 +2,7 @@
 
 open_feed        chooses the `Feed` for a loader
 shares           feeds of one of several processes
-feed             `Feed`: the batches of an epoch from any start, and the position as JSON
+feed             `Feed`: the batches of an epoch from any start, and what a snapshot stores of it
 map_style        the feed of a DataLoader over a dataset with indices
 iterable         feeds of lists, iterables, iterators and loaders with ``state_dict``
 workers          the DataLoader that runs, and its worker processes
@@ -12,6 +12,7 @@ device           batches to a device
 batch_spec       checks each batch against the first one
 """
 
+from .batch_spec import BatchCheck as BatchCheck
 from .batch_spec import BatchSpec as BatchSpec
 from .batch_spec import check_batch as check_batch
 from .device import Prefetched as Prefetched

@@ -85,6 +85,45 @@ def check_batch(batch: Any, first: BatchSpec | None = None, *, where: str = "bat
     return spec
 
 
+class BatchCheck:
+    """Checks that a training batch has the structure of the first one, before it reaches a step."""
+
+    def __init__(self) -> None:
+        self._first: BatchSpec | None = None
+        self._last: tuple[trees.TreeDef, list[Any]] | None = None
+
+    def __call__(self, batch: Any, epoch: int, index: int) -> None:
+        """Check a batch of an epoch, both counted from 0.
+
+        Raises:
+            DataError: see `check_batch`.
+        """
+        leaves, treedef = trees.flatten(batch)
+        if self._last is not None and self._last[0] == treedef and _are(leaves, self._last[1]):
+            return
+        spec = check_batch(batch, self._first, where=f"train, epoch {epoch + 1}, batch {index + 1}")
+        self._first = self._first or spec
+        self._last = treedef, [_kind(leaf) for leaf in leaves]
+
+
+def _are(leaves: list[Any], kinds: list[Any]) -> bool:
+    """True if the leaves are of these kinds. Runs in every step, so tensors are compared without a call of `_kind`."""
+    for leaf, kind in zip(leaves, kinds, strict=True):
+        if type(leaf) is not Tensor:
+            if _kind(leaf) != kind:
+                return False
+        elif type(kind) is not tuple or (leaf.dtype, leaf.dim(), leaf.device, leaf.layout) != kind:
+            return False
+    return True
+
+
+def _kind(leaf: Any) -> Any:
+    """Return what must not change from batch to batch. A mapping or record that is a leaf is never equal."""
+    if isinstance(leaf, Tensor):
+        return leaf.dtype, leaf.dim(), leaf.device, leaf.layout
+    return object() if isinstance(leaf, Mapping) or trees.attributes(leaf) is not None else type(leaf)
+
+
 def _spec(tree: Any, path: str, devices: dict[torch.device, str]) -> Spec:
     if isinstance(tree, Tensor):
         if tree.device not in devices:

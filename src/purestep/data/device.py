@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -145,7 +146,14 @@ def _leaf(leaf: Any, fn: Callable[[Any], Any], path: str) -> Any:
         raise DataError(f"a {type(leaf).__name__} cannot be moved: {reason}", where=f"batch{path}") from error
 
 
-def prefetch(batches: Iterator[Batch], device: Device, *, depth: int = 2, name: str = "") -> Prefetched:
+def prefetch(
+    batches: Iterator[Batch],
+    device: Device,
+    *,
+    depth: int = 2,
+    name: str = "",
+    waited: Callable[[float], None] = lambda seconds: None,
+) -> Prefetched:
     """Move batches to the device. On CUDA, copy them ahead of time, from pinned memory on a side stream.
 
     On CUDA the loader runs up to ``depth`` batches ahead. An error of the loader is raised in place of its batch.
@@ -155,6 +163,7 @@ def prefetch(batches: Iterator[Batch], device: Device, *, depth: int = 2, name: 
         device: the target. On other devices than CUDA each batch is moved when it is requested.
         depth: the number of batches to copy ahead, >= 1.
         name: the name of the loader, for messages.
+        waited: called with the seconds that each batch took to load.
 
     Raises:
         DataError: a leaf cannot be moved; the message has its path.
@@ -163,23 +172,26 @@ def prefetch(batches: Iterator[Batch], device: Device, *, depth: int = 2, name: 
         >>> list(prefetch(iter([torch.ones(1)]), torch.device("cpu")))
         [tensor([1.])]
     """
-    return Prefetched(batches, device, depth if device.type == "cuda" else 1, name)
+    return Prefetched(batches, device, depth if device.type == "cuda" else 1, name, waited)
 
 
 class Prefetched(Iterator[Batch]):
     """The batches of `prefetch`.
 
     Example:
-        >>> letters = Prefetched(iter("ab"), torch.device("cpu"), 1, "train")
+        >>> letters = prefetch(iter("ab"), torch.device("cpu"))
         >>> letters.more(), list(letters), letters.more()
         (True, ['a', 'b'], False)
     """
 
-    def __init__(self, batches: Iterator[Batch], device: Device, depth: int, name: str) -> None:
+    def __init__(
+        self, batches: Iterator[Batch], device: Device, depth: int, name: str, waited: Callable[[float], None]
+    ) -> None:
         self._batches = batches
         self._device = device
         self._depth = depth
         self._name = name
+        self._waited = waited
         self._ready: deque[_Copied] = deque()
         self._failed: Exception | None = None
         self._has_ended = False
@@ -209,12 +221,17 @@ class Prefetched(Iterator[Batch]):
     def _fill(self, count: int) -> None:
         while not self._has_ended and len(self._ready) < count:
             try:
-                batch = next(self._batches)
-                self._ready.append(self._sent(batch))
+                self._ready.append(self._sent(self._loaded()))
             except StopIteration:
                 self._has_ended = True
             except Exception as error:  # raised after the batches before: a run that ends there does not need it
                 self._has_ended, self._failed = True, error
+
+    def _loaded(self) -> Batch:
+        start = time.monotonic()
+        batch = next(self._batches)
+        self._waited(time.monotonic() - start)
+        return batch
 
     def _sent(self, batch: Batch) -> _Copied:
         try:

@@ -1,4 +1,4 @@
-"""`Feed`: the batches of a loader from any (epoch, start), a position to store, and errors that name the batch."""
+"""`Feed`: the batches of a loader from any (epoch, start), what a snapshot stores, and errors that name the batch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Feed(ABC):
     Args:
         name: the name of the loader, for messages.
         length: ``len(loader)``, or None. It may be wrong; an epoch ends when the batches end.
-        facts: name -> number or text; a restored position must have the same facts.
+        facts: name -> number or text; what is restored must have the same facts.
         exact: True if every epoch has exactly ``length`` batches.
     """
 
@@ -165,7 +165,7 @@ class Feed(ABC):
             if close is not None:
                 close()
         if number == first:
-            self.left(epoch, number)
+            self.stopped_early(epoch, number)
         elif number == 0:
             raise self._nothing(epoch)
         elif self._share is not None:
@@ -211,12 +211,12 @@ class Feed(ABC):
         del epoch, batch  # Only `IndexedFeed` has indices.
         return 0
 
-    def position(self, epoch: int, consumed: int) -> dict[str, Any]:
-        """The position after ``consumed`` batches of ``epoch`` as JSON, for `restore`.
+    def to_store(self, epoch: int, consumed: int) -> dict[str, Any]:
+        """What a snapshot stores after ``consumed`` batches of ``epoch``, as JSON, for `restore`.
 
         Example:
             >>> from purestep.data import open_feed
-            >>> open_feed([1, 2, 3]).position(0, 2)
+            >>> open_feed([1, 2, 3]).to_store(0, 2)
             {'facts': {'kind': 'sequence', 'batches': 3}}
         """
         del consumed  # The order follows from (seed, epoch, start), which the caller stores.
@@ -224,28 +224,27 @@ class Feed(ABC):
         begun = None if begun is None or begun[0] != epoch else begun
         return {"facts": self.facts} if begun is None else {"facts": self.facts, "begun": list(begun)}
 
-    def restore(self, position: Mapping[str, Any]) -> None:
-        """Check a stored position against this loader and restore it.
+    def restore(self, stored: Mapping[str, Any]) -> None:
+        """Check what `to_store` returned against this loader and restore it.
 
         Raises:
             Mismatch: batch size, number of items or order differ; the message has both values.
         """
-        stored = dict(position.get("facts", {}))
+        facts = dict(stored.get("facts", {}))
         if "batches" not in self.facts:
-            stored.pop("batches", None)  # an earlier version stored this hint as a fact
-        begun = position.get("begun")
+            facts.pop("batches", None)  # an earlier version stored this hint as a fact
+        begun = stored.get("begun")
         self._expected = None if begun is None else (int(begun[0]), int(begun[1]))
-        differing = [key for key in {**stored, **self.facts} if stored.get(key) != self.facts.get(key)]
+        differing = [key for key in {**facts, **self.facts} if facts.get(key) != self.facts.get(key)]
         if differing:
-            changes = ", ".join(f"{key} was {stored.get(key)!r} and is {self.facts.get(key)!r}" for key in differing)
-            raise Mismatch(
-                f"the loader is not the one of the interrupted run: {changes}",
-                where=self.name,
-                hint="resume with the same loader, or start a new run from the restored state: "
-                "fit(snapshots.restore(state).state, ..., resume=None)",
-            )
+            changes = ", ".join(f"{key} was {facts.get(key)!r} and is {self.facts.get(key)!r}" for key in differing)
+            hint = "resume with the same loader, or start a new run from the restored state: fit(snapshots.restore("
+            hint += "state).state, ..., resume=None)"
+            if differing == ["seed"]:
+                hint = f"program.init(seed={facts.get('seed')}); for a separate run, another directory or resume=None"
+            raise Mismatch(f"the loader is not the one of the interrupted run: {changes}", where=self.name, hint=hint)
 
-    def left(self, epoch: int, consumed: int) -> None:
+    def stopped_early(self, epoch: int, consumed: int) -> None:
         """Called after an epoch stopped early, after ``consumed`` batches."""
         return
 

@@ -158,13 +158,13 @@ class IteratorFeed(Feed):
         self._starts: dict[int, int] = {}  # epoch -> batches before it
         self._restored: int | None = None  # batches of the interrupted run
 
-    def position(self, epoch: int, consumed: int) -> dict[str, Any]:
+    def to_store(self, epoch: int, consumed: int) -> dict[str, Any]:
         given = self._starts.get(epoch, self._given) + consumed if self._restored is None else self._restored
-        return {**super().position(epoch, consumed), "given": given}
+        return {**super().to_store(epoch, consumed), "given": given}
 
-    def restore(self, position: Mapping[str, Any]) -> None:
-        super().restore(position)
-        self._restored = position["given"]
+    def restore(self, stored: Mapping[str, Any]) -> None:
+        super().restore(stored)
+        self._restored = stored["given"]
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
         restored, self._restored = self._restored, None
@@ -254,12 +254,12 @@ class StatefulFeed(Feed):
         self._places: OrderedDict[tuple[int, int], _Place] = OrderedDict()
         self._restored: _Place | None = None  # the place to start from
         self._running: Iterator[Batch] = iter(())  # the epoch that is running
-        self._read_ahead: list[Any] = []  # its next batch, error or end, which `position` has read
+        self._read_ahead: list[Any] = []  # its next batch, error or end, which `to_store` has read
         self._yielded = (-1, -1)  # the epoch and the number of batches yielded from it
         self._initial: Any = None  # the state at the start of every pass, if `repeats`
 
-    def position(self, epoch: int, consumed: int) -> dict[str, Any]:
-        """As `Feed.position`, with the loader's state. Reads one batch ahead, because a state need not show whether the
+    def to_store(self, epoch: int, consumed: int) -> dict[str, Any]:
+        """As `Feed.to_store`, with the loader's state. Reads one batch ahead, because a state need not show whether the
         epoch ends here.
 
         Raises:
@@ -275,15 +275,15 @@ class StatefulFeed(Feed):
             raise DataError(
                 f"the state after batch {consumed} of epoch {epoch + 1} is no longer stored", where=self.name
             )
-        found = {**super().position(epoch, consumed), "state": state_json.encode(place.state, where=self.name)}
+        found = {**super().to_store(epoch, consumed), "state": state_json.encode(place.state, where=self.name)}
         return found | {"ended": place.ended, "left": place.left}
 
-    def restore(self, position: Mapping[str, Any]) -> None:
-        super().restore(position)
+    def restore(self, stored: Mapping[str, Any]) -> None:
+        super().restore(stored)
         self._places.clear()
-        self._restored = _Place(state_json.decode(position["state"]), position["ended"], position["left"])
+        self._restored = _Place(state_json.decode(stored["state"]), stored["ended"], stored["left"])
 
-    def left(self, epoch: int, consumed: int) -> None:
+    def stopped_early(self, epoch: int, consumed: int) -> None:
         place = self._places.get((epoch, consumed), self._restored)
         if place is not None and not self.repeats:
             self._restored = None

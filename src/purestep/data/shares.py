@@ -9,7 +9,7 @@ import torch
 
 from .. import parallel
 from ..errors import RankError
-from ..parallel import agreement
+from ..parallel import processes
 from ..types import Batch, Share
 from .feed import Feed
 
@@ -33,9 +33,6 @@ class RowsFeed(Feed):
         self._mesh = mesh
         self._checks_end = checks_end
 
-    def count(self, epoch: int) -> int | None:
-        return self._feed.count(epoch)
-
     def _ordered(self) -> Feed:
         ordered = self._feed.in_order()
         return self if ordered is self._feed else RowsFeed(ordered, self._mesh, checks_end=self._checks_end)
@@ -56,7 +53,7 @@ class RowsFeed(Feed):
             batches.close()
 
     def _check_end(self, epoch: int, number: int, *, has_one: bool) -> None:
-        flags = agreement.by_process(int(has_one))
+        flags = processes.by_process(int(has_one))
         if len(set(flags)) > 1:
             raise RankError(
                 f"process {flags.index(1)} has another batch, and process {flags.index(0)} has none",
@@ -65,18 +62,18 @@ class RowsFeed(Feed):
                 "its own: parallel.sharded(loader)",
             )
 
-    def position(self, epoch: int, consumed: int) -> dict[str, Any]:
-        return {**self._feed.position(epoch, consumed), "facts": self.facts}  # with a limit, which is this feed's
+    def to_store(self, epoch: int, consumed: int) -> dict[str, Any]:
+        return {**self._feed.to_store(epoch, consumed), "facts": self.facts}  # with a limit, which is this feed's
 
-    def restore(self, position: Mapping[str, Any]) -> None:
-        super().restore(position)
-        self._feed.restore({**position, "facts": self._feed.facts})
+    def restore(self, stored: Mapping[str, Any]) -> None:
+        super().restore(stored)
+        self._feed.restore({**stored, "facts": self._feed.facts})
 
     def indices(self, epoch: int, batch: int) -> list[Any] | None:
         return self._feed.indices(epoch, batch)
 
-    def left(self, epoch: int, consumed: int) -> None:
-        self._feed.left(epoch, consumed)
+    def stopped_early(self, epoch: int, consumed: int) -> None:
+        self._feed.stopped_early(epoch, consumed)
 
     def close(self) -> None:
         self._feed.close()
@@ -91,7 +88,7 @@ class OwnFeed(Feed):
     """
 
     def __init__(self, feed: Feed, mesh: parallel.Mesh) -> None:
-        lengths = agreement.gathered(feed.length)
+        lengths = processes.gathered(feed.length)
         known = [length for length in lengths if length is not None]
         length = max(known) if len(known) == len(lengths) else None
         facts = {"kind": feed.facts["kind"], "sharded": "own", "processes": mesh.size}
@@ -124,11 +121,11 @@ class OwnFeed(Feed):
     def _agreed(self, batch: Batch) -> Share | None:
         """The batch, one that stands in for it, or None at the end of all processes."""
         has_one, has_last = batch is not _END, self._last is not None
-        flags = agreement.by_process(1 if has_one else 0 if has_last else 2)
+        flags = processes.by_process(1 if has_one else 0 if has_last else 2)
         if 1 not in flags:
             return None
         if 2 in flags:  # resumed behind its last batch
-            sent = agreement.from_process(self._last, flags.index(1))
+            sent = processes.from_process(self._last, flags.index(1))
             self._last = self._last if has_last else sent
         if has_one:
             return Share(batch, torch.tensor(_COUNTS))
@@ -136,21 +133,21 @@ class OwnFeed(Feed):
 
     def _ordered(self) -> Feed:
         ordered = self._feed.in_order()
-        same = agreement.by_process(int(ordered is self._feed))  # the constructor is a collective
+        same = processes.by_process(int(ordered is self._feed))  # the constructor is a collective
         return self if all(same) else OwnFeed(ordered, self._mesh)
 
-    def position(self, epoch: int, consumed: int) -> dict[str, Any]:
-        """As `Feed.position`, of all processes: every process calls it."""
+    def to_store(self, epoch: int, consumed: int) -> dict[str, Any]:
+        """As `Feed.to_store`, of all processes: every process calls it."""
         own = self._done(epoch, consumed)
-        return {"facts": self.facts, "own": agreement.gathered([own, self._feed.position(epoch, own)])}
+        return {"facts": self.facts, "own": processes.gathered([own, self._feed.to_store(epoch, own)])}
 
-    def restore(self, position: Mapping[str, Any]) -> None:
-        super().restore(position)
-        self._restored, own = position["own"][self._mesh.rank]
+    def restore(self, stored: Mapping[str, Any]) -> None:
+        super().restore(stored)
+        self._restored, own = stored["own"][self._mesh.rank]
         self._feed.restore(own)
 
-    def left(self, epoch: int, consumed: int) -> None:
-        self._feed.left(epoch, self._done(epoch, consumed))
+    def stopped_early(self, epoch: int, consumed: int) -> None:
+        self._feed.stopped_early(epoch, self._done(epoch, consumed))
 
     def _done(self, epoch: int, consumed: int) -> int:
         """The batches of this process among those that are consumed."""

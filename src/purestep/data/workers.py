@@ -56,12 +56,12 @@ class Engine:
             if not loader.persistent_workers:
                 self._workers = []
             self.starting = not self._workers  # the first wait checks which workers have died
-            with _watch.waits(self):
+            with _worker_deaths.waits(self):
                 iterator = iter(loader)
                 self._workers = list(getattr(iterator, "_workers", ()))  # torch has no public name for them
                 self.starting = False
             while True:
-                with _watch.waits(self):
+                with _worker_deaths.waits(self):
                     try:
                         batch = next(iterator)
                     except StopIteration:
@@ -113,7 +113,7 @@ class Engine:
         )
 
 
-class _Watch:
+class _WorkerDeaths:
     """Limits torch's SIGCHLD handler, which raises anywhere in the main process, to waits for a worker.
 
     If a worker dies during a step or a snapshot, the next wait for one of its batches raises.
@@ -159,7 +159,7 @@ class _Watch:
                 raise
 
 
-_watch = _Watch()
+_worker_deaths = _WorkerDeaths()
 
 
 @contextmanager

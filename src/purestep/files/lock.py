@@ -82,9 +82,8 @@ class DirectoryLock:
             return
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            last = _text(self.path)
             self._take(patience)
-            self._sign(last)
+            self._sign()
         except OSError as error:
             self.release()
             if isinstance(error, Locked):
@@ -110,7 +109,8 @@ class DirectoryLock:
             _log.warning("%s: this file system has no locks (cure: let only one run write here)", self.path)
             self._unguarded = True
 
-    def _sign(self, last: bytes) -> None:
+    def _sign(self) -> None:
+        last = _text(self.path)  # a holder that ends normally clears it before it releases the lock
         if last.strip(b"\0 \n"):
             who = _parsed(last) or "it has not written its pid"
             _log.warning("%s: the previous run did not end normally: %s", self.path, who)

@@ -4,37 +4,39 @@ fit               the loop, from the restore to the end
 loop_state        the state of the loop: plain numbers, one value
 inputs            settings, program, state, loaders and sinks, checked and opened
 train_call        the call of the train step, compiled if the settings say so
-window_position   the position in the accumulation window, counted on the host
-resume            the state to go on from, what is saved, and the state of the best row
+resume            the directory of snapshots, and the state to go on from
+saving            the snapshots of a run, and the state of its best row
 policy            which row is the best, when to stop, when to evaluate
 metric_queue      metrics that arrive late
-progress          metrics of calls as sums of the history, and log lines
+accounting        metrics of calls as sums of the history, log lines, and updates that were applied; ensembles
 callbacks         events to sinks and callbacks
 signals           SIGINT, SIGTERM and SIGUSR1 during a run
 environment       torch's switches during a run
 nonfinite_steps   states that stopped at a number that is not finite
 purity_check      a check of the first calls
-recorder          the last batches, to repeat calls
-histograms  profiling                                what `fit` records
-processes  ranks                                     what is decided between two calls, by one process or several
-member_columns                                       ensembles
+call_hooks        what settings of `fit` record at each call:
+recorder  histograms  profiling                      the last batches; histograms; a trace of `torch.profiler`
+decisions  ranks                                     what is decided between two calls, by one process or several
 evaluate                                             `run_epoch`, `evaluate`
 
-The path of a batch, from the loader to the step::
+The path of a batch, from a DataLoader with indices to the step: `fit` takes it by ``next``, each file from the next::
 
-    data/map_style, iterable ...   draws the order, and takes the batch from the loader (a `Feed`)
-    signals, progress              end the wait at a signal, and time it
-    data/device                    copies the batch to the device, one ahead
+    train_call                     calls the step; before that data/batch_spec checks the batch
     fit                            does what is due at this position, then takes the next batch
-    train_call                     checks the batch, and calls the step
+    data/device                    copies the batch to the device, two ahead on CUDA, and times the wait
+    signals                        ends the wait at a signal
+    data/feed                      names the batch in errors, and ends the epoch
+    data/map_style                 draws the order; in a worker, seeds and loads the items
+    data/workers                   the DataLoader that runs
 
-and back: `fit` replaces state and position, `progress` holds the metrics until `metric_queue` reads them.
+For other loaders data/iterable takes the place of the last two. From the step back: `fit` replaces state and position,
+`accounting` holds the metrics until `metric_queue` reads them.
 
 The path of a snapshot::
 
     fit                            asks between two calls (`_decide`), and at a boundary (`_boundary`)
-    processes                      `Decisions.is_due`: of several processes, by one clock
-    resume                         `Checkpointer`: is this call saved? adds `LoopState` and the feed's position
+    decisions                      `Decisions.is_due`: of several processes, by one clock
+    saving                         `Checkpointer`: is this call saved? adds `LoopState` and the feed's position
     snapshot/snapshots             the policy, and one save at a time
     snapshot/staging               copies the state to the host
     snapshot/writer                in a thread: writes, syncs, reads back, renames, deletes old ones

@@ -59,10 +59,10 @@ class Callbacks:
             if answer is not None:
                 yield answer
 
-    def position(self, loop: LoopState, *, ahead: int) -> events.Position:
-        """Return the position of the run. ``ahead``: updates since `loop`, if all are applied."""
+    def position(self, loop: LoopState) -> events.Position:
+        """Return the position of the run."""
         here = events.Position("train", loop.epoch, loop.batch) if self._evaluation is None else self._evaluation
-        return here._replace(updates=loop.updates + ahead)
+        return here._replace(updates=loop.updates_at_most)
 
     def watch(self, state: Tree, loader: str, epoch: int) -> Watch:
         """Return a function that dispatches the batches of an evaluation. Answers are ignored."""

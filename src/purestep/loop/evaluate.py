@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -11,14 +10,14 @@ from torch import Tensor
 
 from .. import data, ema, tree
 from .. import metrics as metrics_
+from ..compile import takes_index
 from ..errors import ConfigError, StepContractError
 from ..metrics import Gathered
+from ..step import counting
 from ..types import EvalStep, Mean, Metrics, TrainStep, Tree
 from . import metric_queue, ranks
-from .loop_state import LoopState
 from .metric_queue import MetricQueue
 from .nonfinite_steps import before_halt, halt_error
-from .window_position import counting
 
 Watch = Callable[[Any, Metrics, int], None]
 
@@ -62,13 +61,11 @@ def run_epoch(
         for batch in data.prefetch(feed.epoch(epoch, start), data.device_of(state), name="train"):
             state, metrics = check_pair(step(state, batch))
             queue.add(None, metrics)
-            for rows in queue.rows(wait=False):
-                metric_queue.add_to(total, rows)
+            queue.add_to(total, wait=False)
     finally:
         if feed is not loader:
             feed.close()
-    for rows in queue.rows(wait=True):
-        metric_queue.add_to(total, rows)
+    queue.add_to(total, wait=True)
     error = halt_error(state)
     if error is not None:
         error.state = before_halt(state)
@@ -151,10 +148,8 @@ def eval_means(
             outputs.add(index, batch, _on_host(gathered))
         if watch is not None:
             watch(batch, result, index)
-        for rows in queue.rows(wait=False):
-            metric_queue.add_to(total, rows)
-    for rows in queue.rows(wait=True):
-        metric_queue.add_to(total, rows)
+        queue.add_to(total, wait=False)
+    queue.add_to(total, wait=True)
     gathered = outputs.joined()
     found = metric_queue.means(total, queue.kinds) | metrics_.compute(gathered)
     return metric_queue.averaged(found) if any(map(metric_queue.ENTRY.fullmatch, gathered)) else found
@@ -183,14 +178,6 @@ def _on_host(outputs: Metrics) -> Metrics:
         return copies[key]
 
     return tree.map(copied, outputs)
-
-
-def takes_index(eval_step: EvalStep) -> bool:
-    """True if an eval_step has a parameter for the number of the batch."""
-    try:
-        return "index" in inspect.signature(eval_step).parameters or hasattr(eval_step, "graphs")
-    except (TypeError, ValueError):
-        return False
 
 
 def check_pair(result: Any) -> tuple[Tree, Metrics]:
@@ -246,43 +233,3 @@ def _is_mean(value: Any) -> bool:
 def _is_real(value: Any) -> bool:
     plain = isinstance(value, Tensor) and value.layout is torch.strided and value.device.type != "meta"
     return plain and not (value.is_complex() or value.is_quantized or value.is_nested)
-
-
-class BatchCheck:
-    """Checks that a batch has the structure of the first one, before it reaches a step."""
-
-    def __init__(self) -> None:
-        self._first: data.BatchSpec | None = None
-        self._last: tuple[tree.TreeDef, list[Any]] | None = None
-
-    def __call__(self, batch: Any, loop: LoopState) -> None:
-        """Check the next batch of this loop state.
-
-        Raises:
-            DataError: with the path, and the leaf that the first batch had there.
-        """
-        leaves, treedef = tree.flatten(batch)
-        if self._last is not None and self._last[0] == treedef and _are(leaves, self._last[1]):
-            return
-        where = f"train, epoch {loop.epoch + 1}, batch {loop.batch + 1}"
-        spec = data.check_batch(batch, self._first, where=where)
-        self._first = self._first or spec
-        self._last = treedef, [_kind(leaf) for leaf in leaves]
-
-
-def _are(leaves: list[Any], kinds: list[Any]) -> bool:
-    """True if the leaves are of these kinds. Runs in every step, so tensors are compared without a call of `_kind`."""
-    for leaf, kind in zip(leaves, kinds, strict=True):
-        if type(leaf) is not Tensor:
-            if _kind(leaf) != kind:
-                return False
-        elif type(kind) is not tuple or (leaf.dtype, leaf.dim(), leaf.device, leaf.layout) != kind:
-            return False
-    return True
-
-
-def _kind(leaf: Any) -> Any:
-    """Return what must not change from batch to batch. A mapping or record that is a leaf is never equal."""
-    if isinstance(leaf, Tensor):
-        return leaf.dtype, leaf.dim(), leaf.device, leaf.layout
-    return object() if isinstance(leaf, Mapping) or tree.attributes(leaf) is not None else type(leaf)

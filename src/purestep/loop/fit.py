@@ -14,7 +14,7 @@ from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from .. import data, ema, events, files, parallel
-from ..compile import LiveState, MetricVector, as_dict, released, states
+from ..compile import LiveState, MetricVector, as_dict, eager_program, released, states
 from ..diagnostics import purity
 from ..errors import (
     ConfigError,
@@ -27,26 +27,24 @@ from ..errors import (
 from ..snapshot import Snapshots
 from ..types import Metrics, Program, Tree
 from . import (
+    accounting,
+    call_hooks,
+    decisions,
     environment,
-    histograms,
     inputs,
     nonfinite_steps,
     policy,
-    processes,
-    profiling,
-    progress,
     ranks,
     resume,
     train_call,
 )
+from .accounting import with_best
 from .callbacks import Callbacks
 from .evaluate import eval_means
 from .inputs import Feeds
 from .loop_state import Call, Cell, FitResult, LoopState, cell, joined, with_row
-from .member_columns import with_best
 from .policy import EvalSchedule, limit_reached
-from .recorder import BatchRecorder
-from .resume import BestState, Checkpointer
+from .saving import BestState, Checkpointer
 from .signals import Preempted, Signals, interrupted, is_at_once
 
 if TYPE_CHECKING:  # loads pydantic, which takes half as long as the rest of `import purestep`
@@ -139,7 +137,7 @@ def fit(
         stack.enter_context(environment.applied(settings, data.device_of(run.state)))
         feeds = inputs.open_feeds(loaders, settings, ready, inputs.seed_of(run.state), mesh)
         stack.callback(feeds.close)
-        processes.check_alike(mesh, lambda: {"snapshots": "None" if snapshots is None else "a directory"})
+        decisions.check_alike(mesh, lambda: {"snapshots": "None" if snapshots is None else "a directory"})
         store, owned = resume.open_snapshots(snapshots, settings)
         if store is not None and owned:
             stack.callback(store.close)
@@ -178,33 +176,30 @@ class _Run:
         """Take the state and the position of an interrupted run, if there is one, and open the other parts."""
         if config.record and mesh is not None:
             raise ConfigError("record keeps the batches of one process alone", where="fit", hint="record=0")
-        processes.check_alike(mesh, lambda: processes.facts_of(self.state, program, config, feeds))
+        decisions.check_alike(mesh, lambda: decisions.facts_of(self.state, program, config, feeds))
         self.config, self.feeds, self.callbacks = config, feeds, callbacks
         self.view = inputs.view_to_evaluate(self.state, config)
         self.monitor = policy.monitor(config, feeds.evaluation, feeds.train.count)
         window = program.static.accumulate if program.static else 1
-        self.state, loop, self.is_resumed = resume.resumed(self.state, snapshots, config, feeds.train)
+        self.state, loop, self.is_resumed, saved = resume.resumed(self.state, snapshots, config, feeds.train)
         self.state = inputs.windowed(self.state, window, loop.window)
         loop = self.monitor.resumed(loop)._replace(window=window, window_left=inputs.window_left(self.state, window))
         self.loop = loop
-        self.eager = train_call.eager_program(program)
+        self.eager = eager_program(program)
         self.program = program = train_call.ready_program(program, self.state, config)
         self.members = program.static.members if program.static is not None else 0
         self.call = train_call.train_call(self.eager, program, self.state, config)
         if snapshots is not None and self.monitor.metric is not None:
             snapshots.track(self.monitor.metric, mode=self.monitor.mode)
-        processes.check_alike(mesh, lambda: processes.place_of(loop))
+        decisions.check_alike(mesh, lambda: decisions.place_of(loop))
         intervals = {name: 1.0 if config.fast_dev_run else config.interval(name) for name in feeds.evaluation}
         self.schedule = EvalSchedule(intervals, feeds.train, window)
-        self.progress = progress.opened(config.log_every, self.state, loop)
-        is_saved = self.is_resumed or loop.calls > 0  # also by hand, without a position
-        self.checkpointer = Checkpointer(snapshots, feeds.train, saved=loop.calls if is_saved else None)
+        self.accounting = accounting.opened(config.log_every, self.state, loop)
+        self.checkpointer = Checkpointer(snapshots, feeds.train, saved=saved)
         self.best_state = BestState(self.monitor.kept_by(snapshots), config.resume)
-        self.decisions = processes.opened(mesh, signals, self.checkpointer, self.progress, config, feeds.train)
-        self.recorder = BatchRecorder(config.record)
-        directory, rank = None if snapshots is None else snapshots.directory, 0 if mesh is None else mesh.rank
-        self.profiler = profiling.profiler(config, directory, updates=loop.updates, rank=rank)
-        self.histograms = histograms.recorder(config.histograms, self.eager, self.state)
+        self.decisions = decisions.opened(mesh, signals, self.checkpointer, self.accounting, config, feeds.train)
+        rank = 0 if mesh is None else mesh.rank
+        self.hooks = call_hooks.opened(config, self.eager, self.state, loop, snapshots, rank=rank)
         if not self.is_resumed:
             policy.warn_of_short_average(program, config, feeds.train)
 
@@ -241,12 +236,10 @@ class _Run:
         """Open the batches of the epoch of `LoopState` that are left."""
         self.schedule.begin(self.loop)
         loaded = self.feeds.train.epoch(self.loop.epoch, self.loop.batch)
-        watched = self.decisions.watch(self.progress.timed(loaded))
+        device, waited = data.device_of(self.state), self.accounting.waited
+        moved = data.prefetch(self.decisions.watch(loaded), device, name="train", waited=waited)
         # Both stay open as long as there may be a snapshot: a feed may have to ask its loader for more.
-        with (
-            closing(loaded),
-            closing(data.prefetch(watched, data.device_of(self.state), name="train")) as batches,
-        ):
+        with closing(loaded), closing(moved) as batches:
             yield batches
 
     def _train_epoch(self, batches: data.Prefetched) -> bool:
@@ -308,7 +301,7 @@ class _Run:
         # Evaluate.
         state = self.state
         row: dict[str, Cell] = {"epoch": loop.epoch + (loop.batch > 0), "step": loop.updates}
-        row |= self.progress.row(dict(loop.interval), loop.last)
+        row |= self.accounting.row(loop)
         history = loop.history
         for name in due:
             values = self._evaluate(state, loop, name)
@@ -319,7 +312,7 @@ class _Run:
 
         # History.
         row = with_best(row, self.monitor, self.members)
-        loop = loop._replace(interval={}, history=with_row(history, row))
+        loop = loop._replace(interval={}, computed={}, history=with_row(history, row))
 
         # Best and early stop.
         self.monitor.check(loop, self.feeds.evaluation)
@@ -330,7 +323,7 @@ class _Run:
 
         # Callbacks.
         shown = {name: cell(value) for name, value in row.items()}
-        reason, speed = loop.stop or limit_reached(self.config, loop), self.progress.row_speed()
+        reason, speed = loop.stop or limit_reached(self.config, loop), self.accounting.row_speed()
         event = events.EpochEnd(state, loop.epoch, loop.updates, shown, improved, reason, speed)
         state, loop = self._answered(state, loop, event)
         loop = self.decisions.compare(loop, state)
@@ -349,14 +342,9 @@ class _Run:
     def _call_step(self, batch: Any) -> None:
         """Call train_step. Nothing is read from the device."""
         loop = self.loop
-        self.recorder.add(self.state, batch, loop.calls + 1)
-        if self.profiler is not None:
-            self.profiler.before_call()
-        if self.histograms is not None:
-            updates = loop.updates + self.progress.pending
-            self.histograms.before_call(self.state, batch, updates=updates, closes=loop.window_left == 1)
+        for hook in self.hooks:
+            hook.before_call(self.state, batch, loop)
         self.state, metrics = self.call(self.state, batch, loop)
-        self.recorder.returned(self.state)
         self.loop = loop.stepped()
         self._count(
             Call(loop.calls + 1, loop.epoch, loop.batch, loop.window_left == 1, purity.versions(batch)), metrics, batch
@@ -367,43 +355,47 @@ class _Run:
         static = self.program.static
         if static is not None and (static.tail == "carry" or not self.loop.is_window_open):
             return
+        if static is not None and static.tail == "drop":
+            self._settle(wait=True)  # raises the error of a window that is not finite, before it is dropped
         state, metrics = self.call.flush(self.program.flush, self.state)
         if static is None and state is self.state:
             return  # no window was open
-        self.state, self.loop = state, self.loop.flushed()
         closes = static is None or static.tail == "step"
+        self.state, self.loop = state, self.loop.flushed(updates=closes)
         self._count(Call(self.loop.calls, self.loop.epoch, -1, closes), metrics, None)
 
     def _count(self, call: Call, metrics: Metrics | MetricVector, batch: Any) -> None:
-        """Hand the metrics of a call to the progress and the callbacks, and take in what is due of earlier ones."""
-        if self.profiler is not None and call.closing:
-            self.profiler.after_update()
-        self.progress.add(call, metrics, self.loop, batch)
+        """Hand the metrics of a call to the accounts and the callbacks, and take in what is due of earlier ones."""
+        recorded = [hook.after_call(self.state, call) for hook in self.hooks]
+        self.accounting.add(call, metrics, self.loop, batch)
         if call.closing and self.callbacks.has_callbacks:
-            updates = self.loop.updates + self.progress.pending
+            updates = self.loop.updates_at_most
             event = events.StepEnd(self.state, as_dict(metrics), batch, call.epoch, call.batch, updates)
             self.state, self.loop = self._with_answers(self.state, self.loop, self.callbacks.ask(event))
-        if call.closing and self.histograms is not None:
-            found = self.histograms.after_update(self.state, updates=self.loop.updates + self.progress.pending)
-            if found is not None:
-                self._dispatch(found)
+        for found in filter(None, recorded):
+            self._dispatch(found)
         self._settle(wait=False)
 
     def _settle(self, *, wait: bool) -> None:
         """Take in the metrics that are due; with ``wait``, all."""
         try:
-            self.loop, lines = self.progress.settle(self.loop, self.state, wait=wait)
+            self.loop = self.accounting.settle(self.loop, self.state, wait=wait)
         except NonFiniteError as error:
             raise self._explained(error) from error
-        for line in lines:
-            self._dispatch(line)
+        finally:
+            self._dispatch_lines()
+
+    def _dispatch_lines(self) -> None:
+        """Dispatch the log lines that are complete, also those before a call that is not finite."""
+        while self.accounting.lines:
+            self._dispatch(self.accounting.lines.popleft())
 
     def _explained(self, error: NonFiniteError) -> NonFiniteError:
         """Return the error of a halted state with an explanation."""
         self.state = nonfinite_steps.halt_spoilt(self.state)
-        error, window = nonfinite_steps.without_written(error, self.progress.window(error.step or 0))
+        error, window = nonfinite_steps.without_written(error, self.accounting.window(error.step or 0))
         frozen = nonfinite_steps.before_halt(self.state)
-        return self.decisions.explained(error, frozen, window, self.eager, self.feeds.train)
+        return nonfinite_steps.explain(error, frozen, window, self.eager, self.feeds.train)
 
     def _evaluate(self, state: Tree, loop: LoopState, name: str) -> dict[str, float]:
         """Evaluate a loader; return its means with its name before theirs."""
@@ -414,7 +406,7 @@ class _Run:
         watch = self.callbacks.watch(state, name, loop.epoch)
         loaded = self.decisions.watch_evaluation(self.feeds.evaluation[name].epoch(0))
         batches = data.prefetch(loaded, data.device_of(state), name=name)
-        with self.progress.paused():
+        with self.accounting.paused():
             means = eval_means(state, batches, step, name=name, watch=watch)
         return {f"{name}_{key}": value for key, value in means.items()}
 
@@ -424,7 +416,7 @@ class _Run:
         """Return the loaders to evaluate at this position: none in an open window, or at the end of the epoch."""
         if not self.schedule.has_inside or self.loop.is_window_open:
             return []
-        if self.schedule.may_be_due(self.loop, self.progress.pending):  # otherwise it does not matter how many applied
+        if self.schedule.may_be_due(self.loop):  # otherwise it does not matter how many applied
             self._settle(wait=True)
         due = self.schedule.due_inside(self.loop)
         if not due or not batches.more():  # at the end, the epoch's own boundary evaluates
@@ -435,7 +427,7 @@ class _Run:
     def _is_cut_off(self, batches: data.Prefetched) -> bool:
         """True if the run ends inside this epoch. With no batch left, the epoch's own boundary decides."""
         steps, reason = self.config.steps, None
-        if steps not in (None, -1) and self.loop.updates + self.progress.pending >= steps:
+        if steps not in (None, -1) and self.loop.updates_at_most >= steps:
             self._settle(wait=True)
             reason = limit_reached(self.config, self.loop)
         reason = self.loop.stop or reason or self._timed_out()
@@ -446,10 +438,7 @@ class _Run:
 
     def _timed_out(self) -> str | None:
         """Return "max_time" if that has passed and the run may stop."""
-        return "max_time" if self.decisions.is_over() and not self._is_below_minimum(self.loop) else None
-
-    def _is_below_minimum(self, loop: LoopState) -> bool:
-        return policy.below_minimum(self.config, loop, ahead=self.progress.pending)
+        return "max_time" if self.decisions.is_over() and not policy.below_minimum(self.config, self.loop) else None
 
     def _decide(self, batches: data.Prefetched | None = None) -> None:
         """Take the decisions of this place: raise the writer's error, save a snapshot that is due inside an epoch (at
@@ -484,7 +473,7 @@ class _Run:
                 state = inputs.checked_answer(state, answer, copied=self.config.donate == "init")
                 loop = loop._replace(window_left=inputs.window_left(state, loop.window))
                 self.decisions.count_answer()
-            elif not self._is_below_minimum(loop):
+            elif not policy.below_minimum(self.config, loop):
                 loop = self.decisions.stop(loop, answer.reason)
         return state, loop
 
@@ -501,7 +490,7 @@ class _Run:
             None if snapshots is None else snapshots.directory,
             self.is_resumed,
             dict(loop.history),
-            lambda: self.callbacks.position(self.loop, ahead=self.progress.pending),
+            lambda: self.callbacks.position(self.loop),
             self.view if self.feeds.evaluation else None,
         )
 
@@ -509,7 +498,7 @@ class _Run:
 
     def _save(self, *, wait: bool = False) -> None:
         """Save a snapshot, unless this call of the step has one; with ``wait``, wait until all are committed."""
-        saved = self.checkpointer.save(self.state, self.loop, ahead=self.progress.pending)
+        saved = self.checkpointer.save(self.state, self.loop)
         if saved is not None:
             self._dispatch(saved)
         if wait:
@@ -529,10 +518,9 @@ class _Run:
             )
             return
         try:
-            self.loop, lines = self.progress.settle(self.loop, self.state, wait=True)
+            self.loop = self.accounting.settle(self.loop, self.state, wait=True)
             self._save(wait=True)
-            for line in lines:
-                self._dispatch(line)
+            self._dispatch_lines()
         except Exception as second:
             error.add_note(f"the last state is not saved: {type(second).__name__}: {second}")
             _log.warning("the last state is not saved: %s: %s", type(second).__name__, second)
@@ -569,15 +557,13 @@ class _Run:
         """Return the result so far."""
         loop, view = self.loop, self.view or "params"
         best, stop = self.monitor.best(loop), loop.stop or "error"
-        recording = self.recorder.parts()
+        recording = tuple(part for hook in self.hooks for part in hook.recording())
         return FitResult(
             released(self.state), dict(loop.history), best, loop.epoch, stop, view, self.best_state, recording
         )
 
     def _end(self, error: BaseException | None) -> None:
         """Dispatch FitEnd, whatever ended the run."""
-        if self.profiler is not None:
-            self.profiler.close()
         self.best_state.end(self.state, self.loop)
         failed = self._restore_best() if error is None and self.config.restore_best else None
         error = error or failed
@@ -588,8 +574,8 @@ class _Run:
                 nonfinite_steps.write_replay_file(error, self.checkpointer.snapshots)
         if isinstance(error, KeyboardInterrupt | SystemExit) and not self._has_saved and not is_at_once(error):
             vars(error)["result"] = self._result()  # it may have that of a run inside a callback
-        if error is not None:
-            self.recorder.write(error, self.checkpointer.snapshots)
+        for hook in self.hooks:
+            hook.end(error, self.checkpointer.snapshots)
         result = self._result()
         self.callbacks.end(events.FitEnd(result.state, result.stop_reason, result.history, result.best, error))
         if failed is not None:

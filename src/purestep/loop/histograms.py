@@ -13,13 +13,15 @@ from ..errors import ConfigError
 from ..events import Histogram, Histograms
 from ..parallel import placement
 from ..types import Params, Program, TrainState, Tree
+from .call_hooks import CallHook
+from .loop_state import Call, LoopState
 
 _log = logging.getLogger("purestep")
 _BINS = 64
 
 
-def recorder(every: int, program: Program, state: Tree) -> Recorder | None:
-    """Return the recorder of a run; None if ``every`` is 0.
+def histogram_hook(every: int, program: Program, state: Tree) -> HistogramHook | None:
+    """Return the hook of a run; None if ``every`` is 0.
 
     Args:
         every: updates between two recorded ones.
@@ -34,10 +36,10 @@ def recorder(every: int, program: Program, state: Tree) -> Recorder | None:
     if not isinstance(state, TrainState) or program.static is None:
         hint = "histograms=0, or a callback that computes them"
         raise ConfigError("the step is not that of a program", where="histograms", hint=hint)
-    return Recorder(every, program.static.gradient)
+    return HistogramHook(every, program.static.gradient)
 
 
-class Recorder:
+class HistogramHook(CallHook):
     """Compares the state before and after every n-th update. Of several processes all make the same calls, and hold
     the whole weights and gradients of a recorded update.
 
@@ -51,20 +53,14 @@ class Recorder:
         self._gradient = gradient
         self._before: _Before | None = None
 
-    def before_call(self, state: TrainState, batch: Any, *, updates: int, closes: bool) -> None:
-        """Keep what the comparison needs, if the update of this call is recorded.
-
-        Args:
-            state: before the call, which may overwrite it.
-            batch: of the call.
-            updates: so far.
-            closes: the call closes an accumulation window.
-        """
+    def before_call(self, state: TrainState, batch: Any, loop: LoopState) -> None:
+        """Keep what the comparison needs, if the update of this call is recorded."""
         self._before = None
-        if closes and (updates + 1) % self._every == 0:
-            self._before = _Before(tree.clone(_weights(state)), self._gradients(state, batch))
+        update = loop.updates_at_most + 1
+        if loop.window_left == 1 and update % self._every == 0:
+            self._before = _Before(update, tree.clone(_weights(state)), self._gradients(state, batch))
 
-    def after_update(self, state: TrainState, *, updates: int) -> Histograms | None:
+    def after_call(self, state: TrainState, call: Call) -> Histograms | None:
         """Return the histograms of this update, if it is recorded. Waits for the device."""
         before, self._before = self._before, None
         if before is None:
@@ -75,7 +71,7 @@ class Recorder:
         found = {
             f"{group}/{name}": histogram(value) for group, named in groups.items() for name, value in named.items()
         }
-        return Histograms(updates, {name: one for name, one in found.items() if one is not None})
+        return Histograms(before.updates, {name: one for name, one in found.items() if one is not None})
 
     def _gradients(self, state: TrainState, batch: Any) -> Params:
         """The gradients; none after a failure, such as too little memory for a pass in eager mode. Of several processes
@@ -98,8 +94,9 @@ def _weights(state: TrainState) -> Params:
 
 
 class _Before(NamedTuple):
-    """The values before a recorded update."""
+    """The number of a recorded update, and the values before it."""
 
+    updates: int
     params: Params
     gradients: Params
 

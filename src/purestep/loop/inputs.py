@@ -8,7 +8,7 @@ one leaf of a state, so they are none of these.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -152,9 +152,8 @@ def checked_state(state: Tree) -> Tree:
     """Return the plain state, if it is a tree of dense tensors on one device (a key may be on the CPU).
 
     Raises:
-        StateError: one message for all leaves that are not; or a donated state.
+        StateError: one message for all leaves that are not; a node that contains itself; or a donated state.
     """
-    _check_nodes(state)
     state = plain(state)
     leaves = tree.with_paths(state)
     wrong = _wrong(leaves)
@@ -200,36 +199,6 @@ def is_key(path: str, leaf: Tensor) -> bool:
     if path.rpartition("/")[2] != "key" or leaf.dtype != torch.int64:
         return False
     return leaf.shape == (2,) or (path == "key" and leaf.dim() == 2 and leaf.shape[1] == 2)
-
-
-def _check_nodes(state: Tree) -> None:
-    """Check for nodes that contain themselves: to flatten them would not end."""
-    odd: list[str] = []
-    try:
-        leaves = list(_walk(state, "", (), odd))
-    except RecursionError as error:
-        raise StateError("nodes within nodes without end", where="init_state", hint=_CURE) from error
-    if odd:
-        odd += _wrong(leaves)
-        raise StateError("; ".join(odd), where="init_state", hint=_CURE)
-
-
-def _walk(node: Any, path: str, above: tuple[int, ...], odd: list[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the leaves; append nodes that contain themselves, and keys unequal to themselves, to ``odd``."""
-    if not isinstance(node, dict | list | tuple) or (isinstance(node, TrainState) and type(node) is not TrainState):
-        if node is not None:
-            yield path, node
-        return
-    if id(node) in above:
-        odd.append(f"{path}: a {type(node).__name__} that contains itself")
-        return
-    names = getattr(type(node), "_fields", None) or range(len(node))
-    items = cast("Mapping[Any, Any]", node).items() if isinstance(node, dict) else zip(names, node, strict=True)
-    for key, child in items:
-        below = f"{path}/{key}" if path else str(key)
-        if key != key:
-            odd.append(f"{below}: the key {key!r}, which is not equal to itself")
-        yield from _walk(child, below, (*above, id(node)), odd)
 
 
 def _wrong(leaves: Iterable[tuple[str, Any]]) -> list[str]:

@@ -17,15 +17,17 @@ Cell = float | int | None
 
 
 class LoopState(NamedTuple):
-    """The position of a run, and all that its decisions depend on. A snapshot stores every field but two."""
+    """The position of a run, and all that its decisions depend on. A snapshot stores every field but three."""
 
     epoch: int = 0  # completed epochs
     batch: int = 0  # batches consumed in the running epoch, without prefetched ones
     calls: int = 0  # of train_step and flush
     window_left: int = 1  # micro-batches until the accumulation window closes; not stored, the train state has it
+    pending: int = 0  # updates whose metrics have not arrived, so they may have been refused; not stored
     stop: str | None = None  # why the run ends; not stored
     updates: int = 0  # optimizer updates applied, as far as the host has read the metrics
     interval: Mapping[str, tuple[float, float]] = MappingProxyType({})  # sums since the last row of the history
+    computed: Mapping[str, Mapping[str, float]] = MappingProxyType({})  # values of `interval` that a class computes
     line: Mapping[str, tuple[float, float]] = MappingProxyType({})  # sums since the last log line
     last: Mapping[str, float] = MappingProxyType({})  # last learning rates
     best: stopping.Record = stopping.Record()
@@ -42,6 +44,11 @@ class LoopState(NamedTuple):
         return bool(self.interval) or self.updates > self.updates_at_row
 
     @property
+    def updates_at_most(self) -> int:
+        """Updates, if all pending ones are applied."""
+        return self.updates + self.pending
+
+    @property
     def updates_at_row(self) -> int:
         """Updates at the last row of the history."""
         return int(self.history.get("step", [0])[-1] or 0)
@@ -53,12 +60,12 @@ class LoopState(NamedTuple):
 
     def stepped(self) -> LoopState:
         """After one more batch. `_replace` would take four times as long, in every step."""
-        epoch, batch, calls, left, *rest = self
-        return self._make((epoch, batch + 1, calls + 1, left - 1 or self.window, *rest))
+        epoch, batch, calls, left, pending, *rest = self
+        return self._make((epoch, batch + 1, calls + 1, left - 1 or self.window, pending + (left == 1), *rest))
 
-    def flushed(self) -> LoopState:
-        """After a flush, which is a call and closes the window."""
-        return self._replace(calls=self.calls + 1, window_left=self.window)
+    def flushed(self, *, updates: int) -> LoopState:
+        """After a flush, which is a call and empties the window, with an update or not."""
+        return self._replace(calls=self.calls + 1, window_left=self.window, pending=self.pending + updates)
 
     def next_epoch(self) -> LoopState:
         """After the last batch of an epoch."""
@@ -104,10 +111,10 @@ class FitResult(NamedTuple):
     """
 
     state: Tree
-    history: dict[str, list[Any]]  # "epoch", "step", "train_loss", "val_loss", "lr", ...: one entry per row
-    best: dict[str, Any] | None  # {"epoch", <monitor>, "step"}, None without a monitor
-    epochs: int  # completed
-    stop_reason: str  # see above
+    history: dict[str, list[Any]]
+    best: dict[str, Any] | None
+    epochs: int
+    stop_reason: str
     view: str = "params"
     read_best: Callable[[], Tree | None] = _no_state
     recording: tuple[Recording, ...] = ()
@@ -143,9 +150,17 @@ class FitResult(NamedTuple):
         return {"best": best, "epochs": self.epochs}
 
 
+_NOT_STORED = ("window_left", "pending", "stop", "history", "computed")
+
+
 def to_store(loop: LoopState) -> dict[str, Any]:
     """Return the state as JSON, without its history, which a snapshot stores as an array."""
-    stored = {name: value for name, value in loop._asdict().items() if name not in ("window_left", "stop", "history")}
+    stored = {name: value for name, value in loop._asdict().items() if name not in _NOT_STORED}
+    if loop.computed:
+        computed = {
+            name: {key: _encode(value) for key, value in named.items()} for name, named in loop.computed.items()
+        }
+        stored["computed"] = computed
     return stored | {
         "best": loop.best._asdict(),
         "interval": _sums_to_json(loop.interval),
@@ -163,6 +178,9 @@ def from_json(stored: Mapping[str, Any], history: Mapping[str, list[Cell]] | Non
     known["interval"] = _sums_from_json(known["interval"])
     known["line"] = _sums_from_json(known.get("line", {}))
     known["last"] = {name: float(value) for name, value in known["last"].items()}
+    computed = known.pop("computed", {})
+    if computed:
+        known["computed"] = {name: {key: float(value) for key, value in computed[name].items()} for name in computed}
     injected = known.pop("injected", {})
     if injected:
         known["injected"] = {name: float(value) for name, value in injected.items()}

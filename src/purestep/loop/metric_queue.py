@@ -153,6 +153,11 @@ class MetricQueue:
             arrived += _rows(copy)
         return arrived
 
+    def add_to(self, sums: Totals, *, wait: bool) -> None:
+        """Add what is due to the sums, in place; with ``wait``, all."""
+        for rows in self.rows(wait=wait):
+            add_to(sums, rows)
+
 
 def check_devices(calls: Sequence[Metrics], *, where: str) -> None:
     """Check that all totals and weights are on one device, since they are copied together.
@@ -222,12 +227,33 @@ def add_to(sums: Totals, rows: Rows) -> None:
         sums[name] = (first, second)
 
 
-def means(totals: Mapping[str, tuple[float, float]], kinds: Mapping[str, type[Mean]] = _NO_KINDS) -> dict[str, float]:
-    """Return total / weight by name, nan if the weight is 0. A vector also gets the mean of its counted entries."""
-    totals, finished = _finished(totals, kinds)
-    values = {name: total / weight if weight else math.nan for name, (total, weight) in totals.items()}
+def means(
+    totals: Mapping[str, tuple[float, float]],
+    kinds: Mapping[str, type[Mean]] = _NO_KINDS,
+    computed: Mapping[str, Mapping[str, float]] = MappingProxyType({}),
+) -> dict[str, float]:
+    """Return total / weight by name, nan if the weight is 0. A vector also gets the mean of its counted entries.
+
+    Args:
+        totals: sums by name.
+        kinds: classes of means that compute themselves.
+        computed: their values as `computed_of` returned them, for a class that is not in ``kinds``.
+    """
+    plain, finished = _finished(totals, kinds)
+    stored = {name: values for name, values in computed.items() if name not in kinds}
+    for name in stored:
+        for key in _entries_of(name, plain):
+            del plain[key]
+    values = {name: total / weight if weight else math.nan for name, (total, weight) in plain.items()}
     found = averaged(values) | metrics_.compute(finished)
-    return averaged(found) if any(map(ENTRY.fullmatch, kinds)) else found
+    for named in stored.values():
+        found |= named
+    return averaged(found) if any(map(ENTRY.fullmatch, {**kinds, **stored})) else found
+
+
+def computed_of(totals: Mapping[str, tuple[float, float]], kinds: Mapping[str, type[Mean]]) -> dict[str, Any]:
+    """Return the values of the means that compute themselves: name of the metric -> names in the history -> value."""
+    return {name: metrics_.compute({name: mean}) for name, mean in _finished(totals, kinds)[1].items()}
 
 
 def averaged(values: Mapping[str, float]) -> dict[str, float]:
@@ -253,8 +279,11 @@ def _finished(totals: Mapping[str, tuple[float, float]], kinds: Mapping[str, typ
     """Split off the means that have a class of their own, rebuilt from their entries."""
     left, rebuilt = dict(totals), {}
     for name, kind in kinds.items():
-        entries = [key for key in totals if key == name or (ENTRY.fullmatch(key) and key.rpartition("[")[0] == name)]
-        pairs = [left.pop(key) for key in entries]
+        pairs = [left.pop(key) for key in _entries_of(name, totals)]
         if pairs:
             rebuilt[name] = kind(*(torch.tensor(column) for column in zip(*pairs, strict=True)))
     return left, rebuilt
+
+
+def _entries_of(name: str, totals: Mapping[str, Any]) -> list[str]:
+    return [key for key in totals if key == name or (ENTRY.fullmatch(key) and key.rpartition("[")[0] == name)]

@@ -18,6 +18,8 @@ from .. import data, tree
 from ..compile import is_state, states
 from ..diagnostics import Repeated, bad_leaves, purity, repeated, replay
 from ..errors import NonFiniteError, PurestepError
+from ..parallel import mesh as meshes
+from ..parallel import processes
 from ..snapshot import Snapshots
 from ..state import stacked
 from ..types import Empty, Form, Params, Program, TrainState, Tree
@@ -87,7 +89,8 @@ def check_windows(state: Tree) -> None:
 
 def _is_spoilt(node: TrainState) -> bool:
     """True if the state would halt at the end of its window, or all members of a stacked state would. With a loss
-    scale, the scale falls and the run goes on."""
+    scale, the scale falls and the run goes on. A collective, where several processes hold an open window: each has the
+    sums of its own rows, and all must find the same."""
     if many := stacked.size(node):
         return all(_is_spoilt(stacked.member(node, index)) for index in range(many))
     halts = isinstance(node.scaler, Empty) and not isinstance(node.halted, Empty)
@@ -97,9 +100,12 @@ def _is_spoilt(node: TrainState) -> bool:
     weight = float(window.weight)  # nan after a loss that is not finite
     if weight == 0:  # no window is open
         return False
+    if weight != weight:
+        return True
     sums = [leaf for leaf in tree.leaves(window) if leaf.is_floating_point() or leaf.is_complex()]
     # One read for all: each read waits for the device.
-    return weight != weight or not bool(torch.stack([leaf.isfinite().all() for leaf in sums]).all())
+    is_finite = bool(torch.stack([leaf.isfinite().all() for leaf in sums]).all())
+    return bool(processes.largest([not is_finite])[0])
 
 
 def halt_spoilt(state: Tree) -> Tree:
@@ -155,7 +161,8 @@ def explain(
     error: NonFiniteError, frozen: Tree, window: list[tuple[Call, Any]], program: Program, feed: data.Feed
 ) -> NonFiniteError:
     """Return an error that names the leaves that are not finite, the operation that made them and the items of the
-    batch.
+    batch. To repeat the call takes all of several processes, so their error names the leaves of their batches alone: a
+    collective.
 
     Args:
         error: of a halted state.
@@ -164,6 +171,12 @@ def explain(
         program: not compiled.
         feed: the source of the batches.
     """
+    if meshes.current_mesh() is not None:
+        place = ""
+        if window:
+            last = window[-1][0]
+            place = f"epoch {last.epoch + 1}" + (f", batch {last.batch + 1}" if last.batch >= 0 else "")
+        return explain_from(error, processes.gathered(_bad_in(window)), place)
     held = [(index, *one) for index, one in enumerate(window) if one[1] is not None]
     if not isinstance(frozen, TrainState) or not held or error.step is None:
         return error
@@ -256,10 +269,8 @@ def _explained(
     return explained
 
 
-def explain_from(error: NonFiniteError, bad: list[tuple[str, ...] | None], where: str) -> NonFiniteError:
+def explain_from(error: NonFiniteError, bad: list[list[str] | None], where: str) -> NonFiniteError:
     """Return an error that names the leaves of batches that are not finite, by process.
-
-    To repeat the call takes all processes, so only what each of them holds is read.
 
     Args:
         error: of a halted state.
@@ -273,11 +284,11 @@ def explain_from(error: NonFiniteError, bad: list[tuple[str, ...] | None], where
     return _like(error, f"{error.what}{cause}", where=where or error.where)
 
 
-def leaves_of(window: list[tuple[Call, Any]]) -> tuple[str, ...] | None:
-    """Describe the leaves of these calls' batches that are not finite; None if no batch is held."""
+def _bad_in(window: list[tuple[Call, Any]]) -> list[str] | None:
+    """The leaves of these calls' batches that are not finite; None if no batch is held."""
     batches = [batch for _, batch in window if batch is not None]
     found = [f"{path} ({count} not finite)" for batch in batches for path, count in bad_leaves({"batch": batch})]
-    return tuple(found) if batches else None
+    return found if batches else None
 
 
 def _like(error: NonFiniteError, what: str, *, where: str = "", hint: str = "") -> NonFiniteError:

@@ -165,18 +165,14 @@ def _metrics(known: Iterable[str]) -> list[str]:
 
 
 def _nearest(metric: str, known: Iterable[str]) -> str:
-    """Return the most similar name. An evaluation's comes first: "loss" means "val_loss" rather than "lr"."""
-    names = _metrics(known)
-    measured = [name for name in names if not name.startswith("train_")]
-    same = [name for name in measured if name.endswith(f"_{metric}")]
-    # Metrics from gathered outputs are measured in evaluations only: "train_auroc" means "val_auroc".
-    same += [name for name in measured if "_" in metric and name.endswith(f"_{metric.partition('_')[2]}")]
-    loader = [name for name in names if name.startswith(f"{metric.partition('_')[0]}_")]
-    return next(iter(same), nearest(metric, loader or names)) or _likely(loader or known)
+    """Return the name with the most similar spelling, else a loss."""
+    return nearest(metric, _metrics(known)) or _likely(known)
 
 
 def _likely(known: Iterable[str]) -> str:
-    return next((name for name in sorted(known) if name.endswith("loss")), "val_loss")
+    """Return the name of a loss, of an evaluation if there is one."""
+    names = sorted(known, key=lambda name: (name.startswith("train_"), name))
+    return next((name for name in names if name.endswith("loss")), "val_loss")
 
 
 # --- limits -----------------------------------------------------------------------------------------------------------
@@ -193,9 +189,9 @@ def limit_reached(config: FitConfig, loop: LoopState) -> str | None:
     return None
 
 
-def below_minimum(config: FitConfig, loop: LoopState, *, ahead: int = 0) -> bool:
-    """True if min_epochs or min_steps forbid to stop. ``ahead``: updates since `loop`, if all are applied."""
-    return loop.epoch < (config.min_epochs or 0) or loop.updates + ahead < (config.min_steps or 0)
+def below_minimum(config: FitConfig, loop: LoopState) -> bool:
+    """True if min_epochs or min_steps forbid to stop."""
+    return loop.epoch < (config.min_epochs or 0) or loop.updates_at_most < (config.min_steps or 0)
 
 
 def ended_before(monitor: Monitor, loop: LoopState) -> str | None:
@@ -293,9 +289,9 @@ class EvalSchedule:
             *(self._fraction, loop.epoch + 1, self._length, loop.batch),
         )
 
-    def may_be_due(self, loop: LoopState, ahead: int) -> bool:
-        """True if an interval of updates has passed, provided that all ``ahead`` updates since `loop` are applied."""
-        return any(isinstance(every, int) and _crossed(every, loop, ahead) for every in self._intervals.values())
+    def may_be_due(self, loop: LoopState) -> bool:
+        """True if an interval of updates has passed, provided that all pending ones are applied."""
+        return any(isinstance(every, int) and _crossed(every, loop) for every in self._intervals.values())
 
     def due_inside(self, loop: LoopState) -> list[str]:
         """Return the loaders to evaluate behind the last batch, with no window open.
@@ -327,9 +323,9 @@ def _is_due_at_end(every: int | float, loop: LoopState) -> bool:
     return every < 1 or loop.epoch % int(every) == 0
 
 
-def _crossed(every: int, loop: LoopState, ahead: int = 0) -> bool:
-    """True if a multiple of ``every`` updates lies behind the last row. ``ahead``: updates since `loop`."""
-    return (loop.updates + ahead) // every > loop.updates_at_row // every
+def _crossed(every: int, loop: LoopState) -> bool:
+    """True if a multiple of ``every`` updates lies behind the last row."""
+    return loop.updates_at_most // every > loop.updates_at_row // every
 
 
 def _passed(every: float, since: int, batch: int, length: int) -> bool:

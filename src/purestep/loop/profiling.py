@@ -10,6 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..snapshot import Snapshots
+from ..types import Tree
+from .call_hooks import CallHook
+from .loop_state import Call, LoopState
+
 if TYPE_CHECKING:  # loads pydantic, which takes half as long as the rest of `import purestep`
     from ..config import FitConfig
 
@@ -32,7 +37,7 @@ def profiler(config: FitConfig, directory: Path | None, *, updates: int, rank: i
     return Profiler(int(first), int(end), folder / f"trace_{updates + int(first)}-{updates + int(end) - 1}.json.gz")
 
 
-class Profiler:
+class Profiler(CallHook):
     """Records the updates ``first`` to ``end - 1`` of a call of `fit`, and writes their trace.
 
     The update before the window is recorded too, and dropped: the first use of the profiler is slow.
@@ -51,20 +56,23 @@ class Profiler:
         self._updates = 0  # closed windows of accumulation
         self._torchs: Any = None
 
-    def before_call(self) -> None:
+    def before_call(self, state: Tree, batch: Any, loop: LoopState) -> None:
         """Start before the first call of the window."""
         if self._updates == self._begin and self._torchs is None and self._count:
             self._guarded(self._start)
 
-    def after_update(self) -> None:
+    def after_call(self, state: Tree, call: Call) -> None:
         """Count an update; stop and write behind the last one."""
-        self._updates += 1
-        if self._torchs is not None:
+        self._updates += call.closing
+        if call.closing and self._torchs is not None:
             self._guarded(self._torchs.step)
             if self._updates == self._end:
-                self.close()
+                self._close()
 
-    def close(self) -> None:
+    def end(self, error: BaseException | None, snapshots: Snapshots | None) -> None:
+        self._close()
+
+    def _close(self) -> None:
         """Stop, and write what has been recorded."""
         torchs, self._torchs, self._count = self._torchs, None, 0
         if torchs is not None:

@@ -14,8 +14,8 @@ from .. import parallel
 from ..compile import states
 from ..errors import RankError
 from ..metrics import Gathered
-from ..parallel import agreement, placement
 from ..parallel import mesh as meshes
+from ..parallel import placement, processes
 from ..types import Metrics, Program, Share, Tree
 
 _T = TypeVar("_T")
@@ -37,41 +37,28 @@ def mesh_of(state: Tree, *, where: str, program: Program | None = None) -> paral
     """
     mesh = meshes.current_mesh()
     layouts = [part.placement.layout for part in states(state) if isinstance(part.placement, placement.Placement)]
-    if mesh is None:
-        if layouts:
-            raise RankError(
-                "the state is one process's part of a distributed state, and no mesh of several processes is open",
-                where=where,
-                hint="call it inside `with ps.parallel.start(...) as mesh:`; ps.full(state), there, is the whole state",
-            )
-        if (count := _launched()) > 1:
-            raise RankError(
-                f"this is one of {count} processes, and the program is not distributed",
-                where=where,
-                hint=f"{_LINES}; or python train.py without torchrun; or unset WORLD_SIZE where the processes are "
-                "unrelated",
-            )
-        return None
-    if not layouts:
-        raise RankError(
+    what = hint = ""
+    if mesh is None and layouts:
+        what = "the state is one process's part of a distributed state, and no mesh of several processes is open"
+        hint = "call it inside `with ps.parallel.start(...) as mesh:`; ps.full(state), there, is the whole state"
+    elif mesh is None and (count := _launched()) > 1:
+        what = f"this is one of {count} processes, and the program is not distributed"
+        hint = f"{_LINES}; or python train.py without torchrun; or unset WORLD_SIZE where the processes are unrelated"
+    elif mesh is not None and not layouts:
+        what, hint = (
             f"this is process {mesh.rank} of {mesh.size}, and the state and its program are not distributed",
-            where=where,
-            hint=_LINES,
+            _LINES,
         )
-    if program is not None and program.static is not None and not program.static.stream:
-        raise RankError(
-            "the state is distributed, and the program is not",
-            where=where,
-            hint="pass the program that ps.distribute returned",
+    elif mesh is not None and program is not None and program.static is not None and not program.static.stream:
+        what, hint = "the state is distributed, and the program is not", "pass the program that ps.distribute returned"
+    elif mesh is not None and any((layout.data, layout.width) != (mesh.data, mesh.shard) for layout in layouts):
+        what = (
+            f"the state is for a mesh of data={layouts[0].data}, shard={layouts[0].width}, and the open mesh has "
+            f"data={mesh.data}, shard={mesh.shard}"
         )
-    for layout in layouts:
-        if (layout.width, layout.data) != (mesh.shard, mesh.data):
-            raise RankError(
-                f"the state is for a mesh of data={layout.data}, shard={layout.width}, and the open mesh has "
-                f"data={mesh.data}, shard={mesh.shard}",
-                where=where,
-                hint="call ps.distribute and init with the mesh that is open; fit restores snapshots of any mesh",
-            )
+        hint = "call ps.distribute and init with the mesh that is open; fit restores snapshots of any mesh"
+    if what:
+        raise RankError(what, where=where, hint=hint)
     return mesh
 
 
@@ -104,19 +91,16 @@ def check_loader(loader: Any, *, where: str) -> None:
 @contextmanager
 def quiet(mesh: parallel.Mesh | None) -> Generator[None]:
     """Let only errors of the other processes than the first into purestep's log, which all of them would write."""
-    if mesh is None or mesh.rank == 0:
-        yield
-        return
-    log = logging.getLogger("purestep")
+    log, is_first = logging.getLogger("purestep"), mesh is None or mesh.rank == 0
 
-    def is_error(record: logging.LogRecord) -> bool:
-        return record.levelno >= logging.ERROR
+    def is_shown(record: logging.LogRecord) -> bool:
+        return is_first or record.levelno >= logging.ERROR
 
-    log.addFilter(is_error)
+    log.addFilter(is_shown)
     try:
         yield
     finally:
-        log.removeFilter(is_error)
+        log.removeFilter(is_shown)
 
 
 def has_rows(batch: Any) -> bool:
@@ -154,8 +138,5 @@ def in_order(parts: list[tuple[int, _T]]) -> list[_T]:
     """
     mesh = meshes.current_mesh()
     own = parts if mesh is None or mesh.coordinate("tensor") == 0 else []  # processes of one model have the same rows
-    found = sorted(
-        ((index, rank, value) for rank, given in enumerate(agreement.gathered(own)) for index, value in given),
-        key=lambda entry: entry[:2],
-    )
-    return [value for _, _, value in found]
+    found = [entry for given in processes.gathered(own) for entry in given]  # by process, which the sort keeps
+    return [value for _, value in sorted(found, key=lambda entry: entry[0])]

@@ -17,19 +17,21 @@ from ..diagnostics import Recording, recording
 from ..errors import PurestepError
 from ..snapshot import Snapshots
 from ..types import Tree
+from .call_hooks import CallHook
+from .loop_state import Call, LoopState
 
 _log = logging.getLogger("purestep")
 _NOTHING = object()
 
 
-class BatchRecorder:
+class BatchRecorder(CallHook):
     """Keeps copies of at least the last ``size`` batches, and a copy of the state before every ``size``-th of them.
 
     A state that is not the result of the call before (a flush, the answer of a callback) is copied too. So two copies
     of the state and less than ``2 * size`` batches are in memory, unless states change between the calls.
 
     Args:
-        size: number of batches, >= 0; 0: keep nothing.
+        size: number of batches, >= 1.
     """
 
     def __init__(self, size: int) -> None:
@@ -37,12 +39,10 @@ class BatchRecorder:
         self._parts: deque[Recording] = deque()
         self._result: Any = _NOTHING
 
-    def add(self, state: Tree, batch: Any, call: int) -> None:
-        """Copy the arguments of a call, before it is made. ``call`` is its number, from 1."""
-        if not self._size:
-            return
+    def before_call(self, state: Tree, batch: Any, loop: LoopState) -> None:
+        """Copy the arguments of the call."""
         if state is not self._result or len(self._parts[-1].batches) == self._size:
-            self._parts.append(Recording(tree.clone(plain(state)), [], call))
+            self._parts.append(Recording(tree.clone(plain(state)), [], loop.calls + 1))
         batches = self._parts[-1].batches
         assert isinstance(batches, list)
         batches.append(_copy(batch))
@@ -50,20 +50,20 @@ class BatchRecorder:
             self._parts.popleft()
         self._result = _NOTHING
 
-    def returned(self, state: Tree) -> None:
+    def after_call(self, state: Tree, call: Call) -> None:
         """Note the result of the call."""
-        self._result = state
+        self._result = state if call.batch >= 0 else _NOTHING  # a flush is not repeated
 
-    def parts(self) -> tuple[Recording, ...]:
+    def recording(self) -> tuple[Recording, ...]:
         """The calls, oldest first; each part begins with a state."""
         return tuple(self._parts)
 
-    def write(self, error: BaseException, snapshots: Snapshots | None) -> None:
+    def end(self, error: BaseException | None, snapshots: Snapshots | None) -> None:
         """Set ``error.recording``, and write the calls to files in the directory of the snapshots, which a note on the
         error names. A failure to write is a warning."""
-        if not self._parts:
+        if error is None or not self._parts:
             return
-        vars(error)["recording"] = self.parts()
+        vars(error)["recording"] = self.recording()
         for part in self._parts if snapshots is not None else ():
             assert snapshots is not None
             name = f"{part.steps[0]}-{part.steps[-1]}.safetensors"

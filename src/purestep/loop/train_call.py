@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,17 +12,16 @@ from torch import Tensor
 
 from .. import compile as compile_
 from .. import data, files, tree
-from ..compile import MetricVector, first_line, states
+from ..compile import MetricVector, states
+from ..data import BatchCheck
 from ..diagnostics import not_finite, purity
-from ..errors import ConfigError, NonFiniteError, PurestepError, StepContractError
-from ..state import nearest
-from ..step import static_of
-from ..types import EvalStep, Metrics, Program, TrainStep, Tree
-from .evaluate import BatchCheck, check_pair, takes_index
+from ..errors import NonFiniteError, PurestepError, StepContractError
+from ..step import counting
+from ..types import Metrics, Program, TrainStep, Tree
+from .evaluate import check_pair
 from .loop_state import LoopState
 from .nonfinite_steps import FOUND, can_halt, halts
 from .purity_check import PurityCheck
-from .window_position import counting
 
 if TYPE_CHECKING:  # loads pydantic, which takes half as long as the rest of `import purestep`
     from ..config import FitConfig
@@ -43,6 +41,22 @@ def train_call(eager: Program, program: Program, state: Tree, config: FitConfig)
     compiled = compile_.without_donation(program).train_step is not eager.train_step
     check = PurityCheck(eager, config.check_every, compiled=compiled)
     return TrainCall(program.train_step, state, check, anomalies=config.detect_anomaly, compiled=compiled)
+
+
+def ready_program(program: Program, state: Tree, config: FitConfig) -> Program:
+    """Return the program compiled or donated as the config says, with a warning where it stays in eager mode."""
+    if config.detect_anomaly:
+        return compile_.eager_program(program)
+    device = data.device_of(state)
+    return compile_.prepared(program, device, wanted=config.compile, donated=config.donate, say=_warn_of_eager)
+
+
+def _warn_of_eager(reason: str) -> None:
+    text = (
+        f"the step cannot be compiled and runs in eager: {reason} "
+        "(compile=False says that this is meant, compile=True makes it an error)"
+    )
+    warnings.warn(text, RuntimeWarning, stacklevel=5)
 
 
 class TrainCall:
@@ -93,7 +107,7 @@ class TrainCall:
             elif self._step_checks_batch:
                 new, metrics = self._step(state, batch)
             else:
-                self._check_batch(batch, loop)
+                self._check_batch(batch, loop.epoch, loop.batch)
                 new, metrics = self._unchecked(state, batch)
             files.failpoint("loop.step")
         except BaseException as error:
@@ -127,11 +141,11 @@ class TrainCall:
         return result if self._compiled else check_pair(result)  # a graph's result is checked at capture
 
     def _other_batch(self, batch: Any) -> None:
-        self._check_batch(batch, self._loop)
+        self._check_batch(batch, self._loop.epoch, self._loop.batch)
 
     def _checked(self, state: Tree, batch: Any, place: str) -> tuple[Tree, Metrics | MetricVector]:
         calls = self._calls
-        self._check_batch(batch, self._loop)
+        self._other_batch(batch)
         result = self._check_purity(state, batch, place) if calls == self._check_purity.due else None
         if result is None or self._compiled:
             result = self._unchecked(state, batch)
@@ -180,132 +194,3 @@ def _anomaly(text: str, state: Tree, batch: Any, loop: LoopState) -> NonFiniteEr
     error = NonFiniteError(f"{cause}; {text}", where=_place(loop), hint=", or ".join(cures))
     error.step, error.leaves, error.state, error.batch = loop.calls + 1, bad, state, batch
     return error
-
-
-# --- compile ----------------------------------------------------------------------------------------------------------
-
-
-def eager_program(program: Program) -> Program:
-    """Return the program as it was before it was compiled."""
-    program = compile_.without_donation(program)
-    train, flush, evaluate = program.train_step, program.flush, program.eval_step
-    if isinstance(train, compile_.CompiledStep) and train.unroll == 1:
-        train = train.eager
-    if isinstance(flush, compile_.CompiledStep):
-        flush = flush.eager
-    if isinstance(evaluate, compile_.CompiledEval):
-        evaluate = evaluate.eager
-    return program._replace(train_step=train, flush=flush, eval_step=evaluate)
-
-
-def ready_program(program: Program, state: Tree, config: FitConfig) -> Program:
-    """Return the program compiled as the config says. With ``compile="auto"``, a compiled one stays as it is."""
-    eager, wanted = eager_program(program), config.compile
-    if config.detect_anomaly:
-        return eager
-    on_cuda, compiled_already = data.device_of(state).type == "cuda", eager.train_step is not program.train_step
-    if wanted is False or (wanted == "auto" and (compiled_already or not on_cuda)):
-        if compiled_already or not config.donate:
-            return program
-        return _donated(program, state, adopts=config.donate == "init")
-    options = _compile_options(wanted) if isinstance(wanted, Mapping) else {}
-    options.setdefault("donate", config.donate)
-    compiled = compile_.compile_program(eager, **options)
-    if wanted != "auto":
-        return compiled
-    assert isinstance(compiled.train_step, compile_.CompiledStep)
-    train, warned = compiled.train_step.call, set[str]()
-    return compiled._replace(
-        train_step=_with_fallback(train, counting(eager.train_step), warned),
-        flush=_with_fallback(compiled.flush, eager.flush, warned),
-        eval_step=_eval_with_fallback(compiled.eval_step, eager.eval_step, warned),
-    )
-
-
-def _donated(program: Program, state: Tree, *, adopts: bool) -> Program:
-    """Let the eager steps of a program reuse the memory of the run's state, where they can; with ``adopts`` that of the
-    initial one too."""
-    static = static_of(program.train_step)
-    if static is None or not compile_.can_donate(static):
-        return program
-    # On other devices the host counts the position in a window: see `counting`.
-    on_host = data.device_of(state).type == "cpu"
-    if not on_host and static.accumulate > 1:
-        return program
-    return compile_.donate(program, init=adopts)
-
-
-def _compile_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    known = [name for name in inspect.signature(compile_.compile_program).parameters if name != "program"]
-    for name in given:
-        if name not in known:
-            near = nearest(name, known, likeness=0.0)
-            raise ConfigError(
-                f"compile has no option {name!r}; there are {', '.join(known)}",
-                where="fit",
-                hint=f"compile={{{near!r}: ...}}",
-            )
-    return dict(given)
-
-
-def _with_fallback(compiled: Callable[..., Any], eager: Callable[..., Any], warned: set[str]) -> Callable[..., Any]:
-    """Return a function that calls the compiled one until it cannot be compiled, then the eager one, with a warning.
-
-    There is no list of the errors of a compiler. An error that the eager function raises too comes from the step or
-    the batch, and is raised without a warning. An error of the compiled function alone comes from compiling.
-
-    Args:
-        compiled: leaves a state alive if it fails before any write to it.
-        eager: the same function.
-        warned: reasons that a warning has named already, for all functions of a program.
-    """
-    chosen = compiled
-
-    def call(state: Tree, *batch: Any, **named: Any) -> Any:
-        nonlocal chosen
-        try:
-            return chosen(state, *batch, **named)
-        except Exception as error:
-            if chosen is eager or not _may_come_from_compiling(error) or not compile_.is_alive(state):
-                raise
-            try:
-                result = eager(state, *batch, **named)
-            except Exception as own:
-                raise own from error
-            reason = first_line(error)
-            # A function that cannot be captured is one of several; a compiler that fails does so for all of them.
-            kind = reason if isinstance(error, compile_.Uncaptured) else "a compiler's"
-        if kind not in warned:
-            warned.add(kind)
-            warnings.warn(
-                f"the step cannot be compiled and runs in eager: {reason} "
-                "(compile=False says that this is meant, compile=True makes it an error)",
-                RuntimeWarning,
-                stacklevel=4,
-            )
-        chosen = eager
-        return result
-
-    return call
-
-
-def _may_come_from_compiling(error: Exception) -> bool:
-    """True if an error may be a compiler's.
-
-    Errors of purestep are not, except that no graph can be made. Nor is a lack of memory, since eager needs more.
-    """
-    if isinstance(error, compile_.Uncaptured):
-        return True
-    return not isinstance(error, PurestepError | MemoryError | torch.OutOfMemoryError)
-
-
-def _eval_with_fallback(compiled: EvalStep | None, eager: EvalStep | None, warned: set[str]) -> EvalStep | None:
-    if compiled is None or eager is None:
-        return None
-    plain = eager if takes_index(eager) else lambda state, *batch, index: eager(state, *batch)
-    both = _with_fallback(compiled, plain, warned)
-
-    def eval_step(state: Tree, *batch: Any, index: int = 0) -> Metrics:
-        return both(state, *batch, index=index)
-
-    return eval_step

@@ -221,19 +221,19 @@ def _warn_of_doubt(base: Any, batch: Mapping[str, Any], *, is_divided: bool) -> 
 # Dynamo, in a user's `torch.compile`, reads none of these, so it calls them once.
 
 
-@tracing.constant
+@tracing.constant_in_graph
 def _say(text: str) -> bool:
     warnings.warn(text, UserWarning, stacklevel=4)
     return True
 
 
-@tracing.constant
+@tracing.constant_in_graph
 def _takes(kind: type, name: str) -> bool:
     """True if the forward of a class of models has an argument of this name; ``**``: if it takes any."""
     return name in _arguments(kind)
 
 
-@tracing.constant
+@tracing.constant_in_graph
 def _calls_loss_function(kind: type) -> bool:
     """True if a class of transformers leaves its loss to ``self.loss_function``, which counts by one rule."""
     return "loss_function" in _read_names(kind)

@@ -8,18 +8,23 @@ parameter whose ``grad`` is None: weight decay and momentum do not move it, and 
 does not advance. The learning rate schedule and Nadam's product of momentum coefficients advance for all parameters.
 A user's own transform that counts updates counts them for all parameters.
 
+A factory raises a ConfigError if a number is out of the range in the argument's type (`arguments`). A 0-d tensor is
+not checked, since reading it waits for the device.
+
 ``init`` of each transform raises a ConfigError if a ``mask`` does not fit the parameters (see `masked`). ``update``
 raises a StateError if the state belongs to another chain or, with a mask, to other parameters. Without a mask, a
 parameter missing from the state raises a KeyError with its name.
 
-base              `Transform`, `chain`, checks of arguments
+base              `Transform`, `chain`, the global norm
+arguments         types of arguments, with their ranges
 numerics          arithmetic that keeps dtypes
+counts            the updates of each parameter, bias corrections
 scale             the learning rate, weight decay
 clip              gradient clipping
 wrappers          masks, parameter groups, freezing
 hyperparameters   hyperparameters as leaves of the state
 unused_parameters parameters without a gradient
-kernels           torch's fused kernels, for eager steps
+fused             torch's fused kernels, for eager steps
 from_torch        any optimizer of torch as a transform
 sgd  adam  lamb  lion  rmsprop  adagrad  adadelta  adafactor  muon  soap  ademamix  prodigy  schedule_free  lookahead
                   an algorithm each

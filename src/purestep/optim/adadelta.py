@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 from ..state import known_keywords
 from ..types import Params
-from .base import Transform, chain, require, require_arguments
-from .numerics import Rate, Scalar, decay_square, upcast, zeros_like_squares
+from .arguments import Decay, NonNegative, Rate
+from .base import Transform, chain
+from .numerics import decay_square, upcast, zeros_like_squares
 from .scale import decay_parts, scale_by_learning_rate
 from .wrappers import Mask
 
@@ -20,7 +21,7 @@ class ScaleByAdadeltaState(NamedTuple):
 
 
 @known_keywords
-def scale_by_adadelta(rho: Scalar = 0.9, *, eps: Scalar = 1e-6) -> Transform:
+def scale_by_adadelta(rho: Decay = 0.9, *, eps: NonNegative = 1e-6) -> Transform:
     r"""Gradients times the ratio of root mean squares of updates and gradients, as in `torch.optim.Adadelta`.
 
     .. math:: \Delta_t = g_t \sqrt{u_{t-1} + \epsilon} / \sqrt{v_t + \epsilon}
@@ -28,9 +29,6 @@ def scale_by_adadelta(rho: Scalar = 0.9, *, eps: Scalar = 1e-6) -> Transform:
     Args:
         rho: decay of both means, in [0, 1).
         eps: in [0, inf), inside the roots.
-
-    Raises:
-        ConfigError: a number is out of range.
 
     References:
         Zeiler, 2012, ADADELTA: An Adaptive Learning Rate Method.
@@ -42,8 +40,6 @@ def scale_by_adadelta(rho: Scalar = 0.9, *, eps: Scalar = 1e-6) -> Transform:
         >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
         1.4142
     """
-    require("scale_by_adadelta", high=1.0, rho=rho)
-    require("scale_by_adadelta", eps=eps)
 
     def init(params: Params) -> ScaleByAdadeltaState:
         return ScaleByAdadeltaState(zeros_like_squares(params), zeros_like_squares(params))
@@ -66,10 +62,10 @@ def scale_by_adadelta(rho: Scalar = 0.9, *, eps: Scalar = 1e-6) -> Transform:
 @known_keywords
 def adadelta(
     learning_rate: Rate = 1.0,
-    rho: Scalar = 0.9,
-    eps: Scalar = 1e-6,
+    rho: Decay = 0.9,
+    eps: NonNegative = 1e-6,
     *,
-    weight_decay: Scalar = 0.0,
+    weight_decay: NonNegative = 0.0,
     mask: Mask | None = None,
 ) -> Transform:
     r"""Adadelta, as `torch.optim.Adadelta`: steps in the units of the weights; see `scale_by_adadelta`.
@@ -81,9 +77,6 @@ def adadelta(
         weight_decay: in [0, inf), coupled: ``weight_decay * weights`` is added to the gradient.
         mask: the parameters that decay, as in `masked`; None: all.
 
-    Raises:
-        ConfigError: a number is out of range.
-
     References:
         Zeiler, 2012, ADADELTA: An Adaptive Learning Rate Method.
 
@@ -94,6 +87,5 @@ def adadelta(
         >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
         -0.8944
     """
-    require_arguments("adadelta", learning_rate, below_one={"rho": rho}, eps=eps, weight_decay=weight_decay)
     direction = scale_by_adadelta(rho, eps=eps)
     return chain(*decay_parts(weight_decay, mask), direction, scale_by_learning_rate(learning_rate))

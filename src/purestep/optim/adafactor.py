@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, cast
+from typing import Annotated, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -11,21 +11,10 @@ from torch import Tensor
 from ..errors import ConfigError
 from ..state import known_keywords
 from ..types import Empty, Params, Tree
-from .base import StepState, Transform, chain, require, require_arguments, require_rate, stateless
-from .numerics import (
-    Rate,
-    Scalar,
-    by_name,
-    lerp,
-    multiply,
-    no_missed_updates,
-    rate_at,
-    scalar_dtype,
-    upcast,
-    update_count,
-    zero_count,
-    zeros_like,
-)
+from .arguments import NonNegative, NonNegativeFloat, Rate, Scalar, within
+from .base import Transform, chain, stateless
+from .counts import StepState, no_updates, update_counts
+from .numerics import by_name, lerp, multiply, rate_at, scalar_dtype, upcast, zeros_like
 from .scale import decay_parts, scale_by_learning_rate
 from .wrappers import Mask
 
@@ -37,11 +26,11 @@ class ScaleByFactoredRmsState(NamedTuple):
     row: Params  # name -> [..., rows, 1]: squared gradients, mean over columns; for leaves of at least 2 dimensions
     column: Params  # name -> [..., 1, columns]: squared gradients, mean over rows; for the same leaves
     full: Params  # name -> P: running mean of squared gradients; for the other leaves
-    missed: Tree = Empty()  # Missed: for each parameter, the updates without a gradient
+    missed: Tree = Empty()  # see `counts`
 
 
 @known_keywords
-def scale_by_factored_rms(decay_rate: float = 0.8, *, eps: float | None = None) -> Transform:
+def scale_by_factored_rms(decay_rate: NonNegativeFloat = 0.8, *, eps: NonNegativeFloat | None = None) -> Transform:
     r"""Gradients over a root mean square of rank one, as in `torch.optim.Adafactor`.
 
     :math:`\hat v_t = r_t c_t / \operatorname{mean}(r_t)`; the means decay by :math:`1 - t^{-decay\_rate}`.
@@ -49,9 +38,6 @@ def scale_by_factored_rms(decay_rate: float = 0.8, *, eps: float | None = None) 
     Args:
         decay_rate: in [0, inf); torch's ``-beta2_decay``.
         eps: a lower bound on the root mean square; None: the machine epsilon of each parameter's dtype.
-
-    Raises:
-        ConfigError: a number is out of range.
 
     References:
         Shazeer and Stern, 2018, Adafactor. The paper applies eps to both factors; torch and this function to the ratio.
@@ -62,24 +48,19 @@ def scale_by_factored_rms(decay_rate: float = 0.8, *, eps: float | None = None) 
         >>> tuple(state.row["w"].shape), tuple(state.column["w"].shape)
         ((3, 1), (1, 5))
     """
-    require("scale_by_factored_rms", decay_rate=decay_rate)
-    if eps is not None:
-        require("scale_by_factored_rms", eps=eps)
 
     def init(params: Params) -> ScaleByFactoredRmsState:
         factored = {name: param for name, param in params.items() if param.ndim > 1}
         full = {name: param for name, param in params.items() if param.ndim < 2}
         row = {name: torch.zeros_like(param[..., :1], requires_grad=False) for name, param in factored.items()}
         column = {name: torch.zeros_like(param[..., :1, :], requires_grad=False) for name, param in factored.items()}
-        return ScaleByFactoredRmsState(zero_count(params), row, column, zeros_like(full), no_missed_updates(params))
+        return ScaleByFactoredRmsState(**no_updates(params), row=row, column=column, full=zeros_like(full))
 
     def update(
         updates: Params, state: ScaleByFactoredRmsState, params: Params
     ) -> tuple[Params, ScaleByFactoredRmsState]:
-        step = state.step + 1
-        weights = by_name(
-            torch.pow(update_count(step, state.missed, updates).to(scalar_dtype(updates)), -decay_rate), updates
-        )
+        state = state._replace(step=state.step + 1)
+        weights = by_name(torch.pow(update_counts(state, updates).to(scalar_dtype(updates)), -decay_rate), updates)
         row = {name: lerp(old, _mean_square(updates[name], -1), weights[name]) for name, old in state.row.items()}
         column = {name: lerp(old, _mean_square(updates[name], -2), weights[name]) for name, old in state.column.items()}
         full = {name: lerp(old, upcast(updates[name]).square(), weights[name]) for name, old in state.full.items()}
@@ -88,7 +69,7 @@ def scale_by_factored_rms(decay_rate: float = 0.8, *, eps: float | None = None) 
             least = torch.finfo(params[name].dtype).eps if eps is None else eps
             variance = _outer(row[name], column[name], least) if name in row else upcast(full[name])
             new[name] = (upcast(g) * variance.clamp(min=least * least).rsqrt()).to(g.dtype)
-        return new, ScaleByFactoredRmsState(step, row, column, full, state.missed)
+        return new, state._replace(row=row, column=column, full=full)
 
     return Transform(init, update, elementwise=False)
 
@@ -102,14 +83,11 @@ def _outer(row: Tensor, column: Tensor, eps: float) -> Tensor:
 
 
 @known_keywords
-def clip_by_block_rms(threshold: Scalar = 1.0) -> Transform:
+def clip_by_block_rms(threshold: Annotated[Scalar, within(ends="()")] = 1.0) -> Transform:
     """Divide each parameter's update by ``max(1, rms / threshold)``, where rms is the update's root mean square.
 
     Args:
         threshold: in (0, inf).
-
-    Raises:
-        ConfigError: a number is out of range.
 
     References:
         Shazeer and Stern, 2018, Adafactor, section 6.
@@ -118,9 +96,6 @@ def clip_by_block_rms(threshold: Scalar = 1.0) -> Transform:
         >>> clip_by_block_rms(1.0).update({"w": torch.tensor([4.0, -4.0])}, (), {})[0]["w"].tolist()
         [1.0, -1.0]
     """
-    require("clip_by_block_rms", threshold=threshold)
-    if not isinstance(threshold, Tensor) and threshold == 0:
-        raise ConfigError("threshold is 0, which makes every update 0", where="clip_by_block_rms", hint="threshold=1.0")
 
     def fn(updates: Params, params: Params) -> Params:
         del params  # Depends on the updates only.
@@ -130,14 +105,11 @@ def clip_by_block_rms(threshold: Scalar = 1.0) -> Transform:
 
 
 @known_keywords
-def scale_by_param_block_rms(min_scale: Scalar = 1e-3) -> Transform:
+def scale_by_param_block_rms(min_scale: NonNegative = 1e-3) -> Transform:
     """Multiply each parameter's update by the root mean square of its weights, at least ``min_scale``.
 
     Args:
         min_scale: in [0, inf).
-
-    Raises:
-        ConfigError: a number is out of range.
 
     References:
         Shazeer and Stern, 2018, Adafactor, section 8.
@@ -147,7 +119,6 @@ def scale_by_param_block_rms(min_scale: Scalar = 1e-3) -> Transform:
         >>> scale_by_param_block_rms().update({"w": torch.ones(2)}, (), params)[0]["w"].tolist()
         [2.0, 2.0]
     """
-    require("scale_by_param_block_rms", min_scale=min_scale)
 
     def fn(updates: Params, params: Params) -> Params:
         return {name: multiply(u, _rms(params[name]).clamp(min=min_scale)) for name, u in updates.items()}
@@ -166,9 +137,6 @@ def scale_by_relative_step(learning_rate: Rate) -> Transform:
     Args:
         learning_rate: :math:`\gamma`, the same as in the `scale_by_learning_rate` that follows.
 
-    Raises:
-        ConfigError: a number is out of range, or the rate is one of torch's schedulers.
-
     References:
         `torch.optim.Adafactor`; Shazeer and Stern, 2018, section 9.
 
@@ -177,31 +145,39 @@ def scale_by_relative_step(learning_rate: Rate) -> Transform:
         >>> scale_by_relative_step(2.0).update(params, StepState(torch.tensor(0)), params)[0]["w"].item()
         0.5
     """
-    require_rate("scale_by_relative_step", learning_rate)
 
     def init(params: Params) -> StepState:
-        return StepState(zero_count(params), no_missed_updates(params))
+        return StepState(**no_updates(params))
 
     def update(updates: Params, state: StepState, params: Params) -> tuple[Params, StepState]:
         del params  # Depends on the count only.
-        bound = update_count(state.step + 1, state.missed, updates).to(scalar_dtype(updates)).rsqrt()
-        rate = rate_at(learning_rate, state.step)
+        rate, state = rate_at(learning_rate, state.step), state._replace(step=state.step + 1)
+        bound = update_counts(state, updates).to(scalar_dtype(updates)).rsqrt()
         # A rate of 0 makes the ratio inf and the factor 1; the update is still multiplied by the rate 0 later.
         factors = by_name((bound / rate).clamp(max=1.0), updates)
         new = {name: multiply(u, factors[name]) for name, u in updates.items()}
-        return new, StepState(state.step + 1, state.missed)
+        return new, state
 
     return Transform(init, update)
+
+
+def _check_pair(where: str, name: str, value: Any, cure: str) -> None:
+    if not isinstance(value, tuple | list) or len(cast(tuple[Any, ...], value)) != 2:
+        raise ConfigError(f"{name}={value!r} must be a pair", where=where, hint=cure)
+    least_gradient, least_weight = cast(tuple[Any, Any], value)
+    check = within()
+    check(where, name, 0.0 if least_gradient is None else least_gradient, cure)
+    check(where, name, least_weight, cure)
 
 
 @known_keywords
 def adafactor(
     learning_rate: Rate = 1e-2,
     *,
-    decay_rate: float = 0.8,
-    eps: tuple[float | None, float] = (None, 1e-3),
-    clipping_threshold: Scalar = 1.0,
-    weight_decay: Scalar = 0.0,
+    decay_rate: NonNegativeFloat = 0.8,
+    eps: Annotated[tuple[float | None, float], _check_pair] = (None, 1e-3),
+    clipping_threshold: Annotated[Scalar, within(1.0)] = 1.0,
+    weight_decay: NonNegative = 0.0,
     mask: Mask | None = None,
 ) -> Transform:
     r"""Adafactor, as `torch.optim.Adafactor`: second moments of rank one, and steps relative to the weights.
@@ -216,9 +192,6 @@ def adafactor(
         weight_decay: :math:`\lambda` in [0, inf), decoupled.
         mask: the parameters that decay, as in `masked`; None: all.
 
-    Raises:
-        ConfigError: a number is out of range.
-
     References:
         Shazeer and Stern, 2018, Adafactor: Adaptive Learning Rates with Sublinear Memory Cost.
 
@@ -228,14 +201,7 @@ def adafactor(
         >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
         -0.1
     """
-    require_arguments("adafactor", learning_rate, decay_rate=decay_rate, weight_decay=weight_decay)
-    require("adafactor", low=1.0, clipping_threshold=clipping_threshold)
-    pair: Any = eps
-    if not isinstance(pair, tuple | list) or len(cast(tuple[Any, ...], pair)) != 2:
-        raise ConfigError(f"eps={eps!r} must be a pair", where="adafactor", hint="(None, 0.001) is the default")
     least_gradient, least_weight = eps
-    require("adafactor", eps=0.0 if least_gradient is None else least_gradient)
-    require("adafactor", eps=least_weight)
     return chain(
         scale_by_factored_rms(decay_rate, eps=least_gradient),
         clip_by_block_rms(clipping_threshold),

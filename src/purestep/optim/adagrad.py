@@ -9,21 +9,10 @@ from torch import Tensor
 
 from ..state import known_keywords
 from ..types import Params
-from .base import StepState, Transform, chain, require, require_arguments
-from .numerics import (
-    Rate,
-    Scalar,
-    by_name,
-    divide,
-    is_enabled,
-    no_missed_updates,
-    safe_sqrt,
-    scalar_dtype,
-    upcast,
-    update_count,
-    zero_count,
-    zeros_like_squares,
-)
+from .arguments import NonNegative, NonNegativeFloat, Rate
+from .base import Transform, chain
+from .counts import StepState, no_updates, update_counts
+from .numerics import by_name, divide, is_enabled, safe_sqrt, scalar_dtype, upcast, zeros_like_squares
 from .scale import decay_parts, scale_by_learning_rate
 from .wrappers import Mask
 
@@ -35,15 +24,12 @@ class ScaleByRssState(NamedTuple):
 
 
 @known_keywords
-def scale_by_rss(initial_accumulator_value: float = 0.0, *, eps: Scalar = 1e-10) -> Transform:
+def scale_by_rss(initial_accumulator_value: NonNegativeFloat = 0.0, *, eps: NonNegative = 1e-10) -> Transform:
     r"""Gradients over the root of the sum of all squares so far, as in `torch.optim.Adagrad`.
 
     Args:
         initial_accumulator_value: the initial sum of squares, in [0, inf).
         eps: in [0, inf), outside the root.
-
-    Raises:
-        ConfigError: a number is out of range.
 
     References:
         Duchi et al., 2011, Adaptive Subgradient Methods.
@@ -54,7 +40,6 @@ def scale_by_rss(initial_accumulator_value: float = 0.0, *, eps: Scalar = 1e-10)
         >>> tx.update(params, tx.init(params), params)[0]["w"].tolist()
         [1.0, -1.0]
     """
-    require("scale_by_rss", initial_accumulator_value=initial_accumulator_value, eps=eps)
 
     def init(params: Params) -> ScaleByRssState:
         return ScaleByRssState({name: z + initial_accumulator_value for name, z in zeros_like_squares(params).items()})
@@ -73,14 +58,11 @@ def _add_square(total: Tensor, update: Tensor) -> Tensor:
 
 
 @known_keywords
-def scale_by_inverse_time(decay: Scalar) -> Transform:
+def scale_by_inverse_time(decay: NonNegative) -> Transform:
     """Divide updates by ``1 + decay * updates done``: the learning rate decay of `torch.optim.Adagrad`.
 
     Args:
         decay: in [0, inf).
-
-    Raises:
-        ConfigError: a number is out of range.
 
     Example:
         >>> params = {"w": torch.ones(1)}
@@ -89,17 +71,15 @@ def scale_by_inverse_time(decay: Scalar) -> Transform:
         >>> tx.update(params, state, params)[0]["w"].item()
         0.5
     """
-    require("scale_by_inverse_time", decay=decay)
 
     def init(params: Params) -> StepState:
-        return StepState(zero_count(params), no_missed_updates(params))
+        return StepState(**no_updates(params))
 
     def update(updates: Params, state: StepState, params: Params) -> tuple[Params, StepState]:
         del params  # Depends on the count only.
-        own = update_count(state.step, state.missed, updates)
-        divisors = by_name(1 + decay * own.to(scalar_dtype(updates)), updates)
+        divisors = by_name(1 + decay * update_counts(state, updates).to(scalar_dtype(updates)), updates)
         new = {name: divide(upcast(u), divisors[name]).to(u.dtype) for name, u in updates.items()}
-        return new, StepState(state.step + 1, state.missed)
+        return new, state._replace(step=state.step + 1)
 
     return Transform(init, update)
 
@@ -108,10 +88,10 @@ def scale_by_inverse_time(decay: Scalar) -> Transform:
 def adagrad(
     learning_rate: Rate = 1e-2,
     *,
-    lr_decay: Scalar = 0.0,
-    initial_accumulator_value: float = 0.0,
-    eps: Scalar = 1e-10,
-    weight_decay: Scalar = 0.0,
+    lr_decay: NonNegative = 0.0,
+    initial_accumulator_value: NonNegativeFloat = 0.0,
+    eps: NonNegative = 1e-10,
+    weight_decay: NonNegative = 0.0,
     mask: Mask | None = None,
 ) -> Transform:
     r"""Adagrad, as `torch.optim.Adagrad`: gradients over the root of the sum of all their squares.
@@ -127,9 +107,6 @@ def adagrad(
         weight_decay: in [0, inf), coupled: ``weight_decay * weights`` is added to the gradient.
         mask: the parameters that decay, as in `masked`; None: all.
 
-    Raises:
-        ConfigError: a number is out of range.
-
     References:
         Duchi et al., 2011, Adaptive Subgradient Methods for Online Learning.
 
@@ -140,8 +117,6 @@ def adagrad(
         >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
         -0.1
     """
-    numbers = {"lr_decay": lr_decay, "initial_accumulator_value": initial_accumulator_value, "eps": eps}
-    require_arguments("adagrad", learning_rate, below_one=None, weight_decay=weight_decay, **numbers)
     rate_decay = [scale_by_inverse_time(lr_decay)] if is_enabled(lr_decay) else []
     direction = scale_by_rss(initial_accumulator_value, eps=eps)
     return chain(*decay_parts(weight_decay, mask), direction, *rate_decay, scale_by_learning_rate(learning_rate))

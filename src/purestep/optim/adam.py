@@ -9,11 +9,10 @@ from torch import Tensor
 
 from ..state import known_keywords
 from ..types import Empty, Params, Tree
-from . import kernels
-from .base import Transform, chain, require, require_arguments
+from .arguments import Decay, NonNegative, Rate, Scalar
+from .base import Transform, chain, described
+from .counts import bias_corrections, no_updates, update_counts, zero_count
 from .numerics import (
-    Rate,
-    Scalar,
     adam_quotients,
     by_name,
     complement_power,
@@ -22,12 +21,8 @@ from .numerics import (
     exact_dtype,
     lerp,
     multiply,
-    no_missed_updates,
     safe_sqrt,
-    scalar_dtype,
     upcast,
-    update_count,
-    zero_count,
     zeros_like,
     zeros_like_squares,
 )
@@ -42,15 +37,15 @@ class ScaleByAdamState(NamedTuple):
     mu: Params  # name -> P: running mean of gradients
     nu: Params  # name -> P: running mean of their squares
     nu_max: Tree  # name -> P: running maximum of nu; Empty without amsgrad
-    missed: Tree = Empty()  # Missed: for each parameter, the updates without a gradient
+    missed: Tree = Empty()  # see `counts`
 
 
 @known_keywords
 def scale_by_adam(
-    b1: Scalar = 0.9,
-    b2: Scalar = 0.999,
+    b1: Decay = 0.9,
+    b2: Decay = 0.999,
     *,
-    eps: Scalar = 1e-8,
+    eps: NonNegative = 1e-8,
     amsgrad: bool = False,
     mu_dtype: torch.dtype | None = None,
     nu_dtype: torch.dtype | None = None,
@@ -67,9 +62,6 @@ def scale_by_adam(
             any number below 2e-4 is 0. In bfloat16 the mean of squares stops changing close to its limit, because
             1 - b2 is smaller than the rounding error.
 
-    Raises:
-        ConfigError: a number is out of range.
-
     References:
         Kingma and Ba, 2015, Adam; Reddi et al., 2018, On the Convergence of Adam and Beyond.
 
@@ -79,37 +71,34 @@ def scale_by_adam(
         >>> tx.update(params, tx.init(params), params)[0]["w"].round(decimals=4).tolist()
         [1.0, -1.0]
     """
-    require("scale_by_adam", high=1.0, b1=b1, b2=b2)
-    require("scale_by_adam", eps=eps)
 
     def init(params: Params) -> ScaleByAdamState:
         nu_max = zeros_like_squares(params, nu_dtype) if amsgrad else Empty()
         nu = zeros_like_squares(params, nu_dtype)
-        return ScaleByAdamState(zero_count(params), zeros_like(params, mu_dtype), nu, nu_max, no_missed_updates(params))
+        return ScaleByAdamState(**no_updates(params), mu=zeros_like(params, mu_dtype), nu=nu, nu_max=nu_max)
 
     def update(updates: Params, state: ScaleByAdamState, params: Params) -> tuple[Params, ScaleByAdamState]:
         del params  # Depends on the gradients only.
-        step = state.step + 1
+        state = state._replace(step=state.step + 1)
         mu = {name: lerp(state.mu[name], g, 1 - b1) for name, g in updates.items()}
         nu = {name: decay_square(state.nu[name], g, b2) for name, g in updates.items()}
         nu_max = {name: torch.maximum(state.nu_max[name], nu[name]) for name in nu} if amsgrad else state.nu_max
-        dtype, own = scalar_dtype(updates), update_count(step, state.missed, updates)
-        mean_weight = complement_power(b1, own, dtype)
-        root_weight = complement_power(b2, own, dtype).sqrt()
-        new = adam_quotients(updates, mu, nu_max if amsgrad else nu, mean_weight, root_weight, eps)
-        return new, ScaleByAdamState(step, mu, nu, nu_max, state.missed)
+        mean_weight, square_weight = bias_corrections(state, updates, b1, b2)
+        new = adam_quotients(updates, mu, nu_max if amsgrad else nu, mean_weight, square_weight.sqrt(), eps)
+        return new, state._replace(mu=mu, nu=nu, nu_max=nu_max)
 
-    return Transform(init, update)
+    tx = Transform(init, update)
+    return tx if amsgrad else described(tx, "adam", beta1=b1, beta2=b2, eps=eps)
 
 
 @known_keywords
 def adam(
     learning_rate: Rate = 1e-3,
-    b1: Scalar = 0.9,
-    b2: Scalar = 0.999,
-    eps: Scalar = 1e-8,
+    b1: Decay = 0.9,
+    b2: Decay = 0.999,
+    eps: NonNegative = 1e-8,
     *,
-    weight_decay: Scalar = 0.0,
+    weight_decay: NonNegative = 0.0,
     mask: Mask | None = None,
     amsgrad: bool = False,
     mu_dtype: torch.dtype | None = None,
@@ -128,9 +117,6 @@ def adam(
         mu_dtype: dtype of the mean of gradients; None: each parameter's.
         nu_dtype: dtype of the mean of squares; None: each parameter's, but float32 for float16.
 
-    Raises:
-        ConfigError: a number is out of range.
-
     References:
         Kingma and Ba, 2015, Adam: A Method for Stochastic Optimization.
 
@@ -140,24 +126,20 @@ def adam(
         >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
         -0.1
     """
-    require_arguments("adam", learning_rate, below_one={"b1": b1, "b2": b2}, eps=eps, weight_decay=weight_decay)
-    whole = chain(
+    return chain(
         *decay_parts(weight_decay, mask),
         scale_by_adam(b1, b2, eps=eps, amsgrad=amsgrad, mu_dtype=mu_dtype, nu_dtype=nu_dtype),
         scale_by_learning_rate(learning_rate),
     )
-    if amsgrad or mu_dtype is not None or nu_dtype is not None:
-        return whole
-    return whole._replace(fast=kernels.adam(whole, learning_rate, b1, b2, eps, weight_decay, decoupled=False))
 
 
 @known_keywords
 def adamw(
     learning_rate: Rate = 1e-3,
-    b1: Scalar = 0.9,
-    b2: Scalar = 0.999,
-    eps: Scalar = 1e-8,
-    weight_decay: Scalar = 1e-2,
+    b1: Decay = 0.9,
+    b2: Decay = 0.999,
+    eps: NonNegative = 1e-8,
+    weight_decay: NonNegative = 1e-2,
     mask: Mask | None = None,
     *,
     amsgrad: bool = False,
@@ -179,9 +161,6 @@ def adamw(
         mu_dtype: dtype of the mean of gradients; None: each parameter's.
         nu_dtype: dtype of the mean of squares; None: each parameter's, but float32 for float16.
 
-    Raises:
-        ConfigError: a number is out of range.
-
     References:
         Loshchilov and Hutter, 2019, Decoupled Weight Decay Regularization.
 
@@ -191,15 +170,11 @@ def adamw(
         >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
         -0.1
     """
-    require_arguments("adamw", learning_rate, below_one={"b1": b1, "b2": b2}, eps=eps, weight_decay=weight_decay)
-    whole = chain(
+    return chain(
         scale_by_adam(b1, b2, eps=eps, amsgrad=amsgrad, mu_dtype=mu_dtype, nu_dtype=nu_dtype),
         *decay_parts(weight_decay, mask),
         scale_by_learning_rate(learning_rate),
     )
-    if amsgrad or mu_dtype is not None or nu_dtype is not None:
-        return whole
-    return whole._replace(fast=kernels.adam(whole, learning_rate, b1, b2, eps, weight_decay, decoupled=True))
 
 
 class ScaleByNadamState(NamedTuple):
@@ -213,7 +188,7 @@ class ScaleByNadamState(NamedTuple):
 
 @known_keywords
 def scale_by_nadam(
-    b1: Scalar = 0.9, b2: Scalar = 0.999, *, eps: Scalar = 1e-8, momentum_decay: Scalar = 4e-3
+    b1: Decay = 0.9, b2: Decay = 0.999, *, eps: NonNegative = 1e-8, momentum_decay: NonNegative = 4e-3
 ) -> Transform:
     r"""Adam's direction with Nesterov momentum that warms up, as in `torch.optim.NAdam`.
 
@@ -227,9 +202,6 @@ def scale_by_nadam(
         eps: in [0, inf), outside the root.
         momentum_decay: :math:`\psi` in [0, inf).
 
-    Raises:
-        ConfigError: a number is out of range.
-
     References:
         Dozat, 2016, Incorporating Nesterov Momentum into Adam.
 
@@ -239,8 +211,6 @@ def scale_by_nadam(
         >>> tx.init(params).mu_product.item()
         1.0
     """
-    require("scale_by_nadam", high=1.0, b1=b1, b2=b2)
-    require("scale_by_nadam", eps=eps, momentum_decay=momentum_decay)
 
     def init(params: Params) -> ScaleByNadamState:
         step = zero_count(params)
@@ -271,12 +241,12 @@ def scale_by_nadam(
 @known_keywords
 def nadam(
     learning_rate: Rate = 2e-3,
-    b1: Scalar = 0.9,
-    b2: Scalar = 0.999,
-    eps: Scalar = 1e-8,
+    b1: Decay = 0.9,
+    b2: Decay = 0.999,
+    eps: NonNegative = 1e-8,
     *,
-    momentum_decay: Scalar = 4e-3,
-    weight_decay: Scalar = 0.0,
+    momentum_decay: NonNegative = 4e-3,
+    weight_decay: NonNegative = 0.0,
     decoupled_weight_decay: bool = False,
     mask: Mask | None = None,
 ) -> Transform:
@@ -292,9 +262,6 @@ def nadam(
         decoupled_weight_decay: add the decay after the moments, as AdamW does.
         mask: the parameters that decay, as in `masked`; None: all.
 
-    Raises:
-        ConfigError: a number is out of range.
-
     References:
         Dozat, 2016, Incorporating Nesterov Momentum into Adam.
 
@@ -305,8 +272,6 @@ def nadam(
         >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
         -0.1056
     """
-    numbers = {"eps": eps, "momentum_decay": momentum_decay, "weight_decay": weight_decay}
-    require_arguments("nadam", learning_rate, below_one={"b1": b1, "b2": b2}, **numbers)
     decay = decay_parts(weight_decay, mask)
     direction = scale_by_nadam(b1, b2, eps=eps, momentum_decay=momentum_decay)
     return _chain_with_decay(direction, decay, decoupled_weight_decay, learning_rate)
@@ -318,11 +283,11 @@ class MomentsState(NamedTuple):
     step: Tensor  # shape=(), dtype=int64: updates done
     mu: Params  # name -> P: running mean of gradients
     nu: Params  # name -> P: running mean of their squares; for Adamax the decaying maximum of their magnitudes
-    missed: Tree = Empty()  # Missed: for each parameter, the updates without a gradient
+    missed: Tree = Empty()  # see `counts`
 
 
 @known_keywords
-def scale_by_radam(b1: Scalar = 0.9, b2: Scalar = 0.999, *, eps: Scalar = 1e-8) -> Transform:
+def scale_by_radam(b1: Decay = 0.9, b2: Decay = 0.999, *, eps: NonNegative = 1e-8) -> Transform:
     r"""Adam's direction with a rectifier for the large variance of :math:`v` in early updates, as `torch.optim.RAdam`.
 
     With :math:`\rho_t = \rho_\infty - 2 t \beta_2^t / (1 - \beta_2^t)`: :math:`\hat m_t` where
@@ -333,9 +298,6 @@ def scale_by_radam(b1: Scalar = 0.9, b2: Scalar = 0.999, *, eps: Scalar = 1e-8) 
         b2: decay of the mean of squares, in [0, 1).
         eps: in [0, inf), added before the bias correction.
 
-    Raises:
-        ConfigError: a number is out of range.
-
     References:
         Liu et al., 2020, On the Variance of the Adaptive Learning Rate and Beyond.
 
@@ -345,24 +307,22 @@ def scale_by_radam(b1: Scalar = 0.9, b2: Scalar = 0.999, *, eps: Scalar = 1e-8) 
         >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)  # not yet adaptive
         3.0
     """
-    require("scale_by_radam", high=1.0, b1=b1, b2=b2)
-    require("scale_by_radam", eps=eps)
 
     def update(updates: Params, state: MomentsState, params: Params) -> tuple[Params, MomentsState]:
         del params  # Depends on the gradients only.
-        step, dtype = state.step + 1, exact_dtype(updates)
+        state, dtype = state._replace(step=state.step + 1), exact_dtype(updates)
         mu = {name: lerp(state.mu[name], g, 1 - b1) for name, g in updates.items()}
         nu = {name: decay_square(state.nu[name], g, b2) for name, g in updates.items()}
-        own = update_count(step, state.missed, updates)
-        mean_weight, square_weight = complement_power(b1, own, dtype), complement_power(b2, own, dtype)
-        is_adaptive, rectifier = _rectifier(own.to(dtype), b2, square_weight)
+        counts = update_counts(state, updates)
+        mean_weight, square_weight = complement_power(b1, counts, dtype), complement_power(b2, counts, dtype)
+        is_adaptive, rectifier = _rectifier(counts.to(dtype), b2, square_weight)
         mean_weights, adaptive = by_name(mean_weight, updates), by_name(is_adaptive, updates)
         factors = by_name(rectifier * square_weight.sqrt(), updates)
         new: Params = {}
         for name, g in updates.items():
             mean, divisor = divide(upcast(mu[name]), mean_weights[name]), safe_sqrt(nu[name]) + eps
             new[name] = torch.where(adaptive[name], multiply(mean, factors[name]) / divisor, mean).to(g.dtype)
-        return new, MomentsState(step, mu, nu, state.missed)
+        return new, state._replace(mu=mu, nu=nu)
 
     return Transform(_init_moments, update)
 
@@ -379,11 +339,11 @@ def _rectifier(step: Tensor, b2: Scalar, square_weight: Tensor) -> tuple[Tensor,
 @known_keywords
 def radam(
     learning_rate: Rate = 1e-3,
-    b1: Scalar = 0.9,
-    b2: Scalar = 0.999,
-    eps: Scalar = 1e-8,
+    b1: Decay = 0.9,
+    b2: Decay = 0.999,
+    eps: NonNegative = 1e-8,
     *,
-    weight_decay: Scalar = 0.0,
+    weight_decay: NonNegative = 0.0,
     decoupled_weight_decay: bool = False,
     mask: Mask | None = None,
 ) -> Transform:
@@ -398,9 +358,6 @@ def radam(
         decoupled_weight_decay: add the decay after the moments, as AdamW does.
         mask: the parameters that decay, as in `masked`; None: all.
 
-    Raises:
-        ConfigError: a number is out of range.
-
     References:
         Liu et al., 2020, On the Variance of the Adaptive Learning Rate and Beyond.
 
@@ -411,13 +368,12 @@ def radam(
         >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
         -0.1
     """
-    require_arguments("radam", learning_rate, below_one={"b1": b1, "b2": b2}, eps=eps, weight_decay=weight_decay)
     decay = decay_parts(weight_decay, mask)
     return _chain_with_decay(scale_by_radam(b1, b2, eps=eps), decay, decoupled_weight_decay, learning_rate)
 
 
 @known_keywords
-def scale_by_adamax(b1: Scalar = 0.9, b2: Scalar = 0.999, *, eps: Scalar = 1e-8) -> Transform:
+def scale_by_adamax(b1: Decay = 0.9, b2: Decay = 0.999, *, eps: NonNegative = 1e-8) -> Transform:
     r"""Adam's direction with a decaying maximum instead of the root mean square, as in `torch.optim.Adamax`.
 
     .. math:: \frac{m_t}{(1 - \beta_1^t) u_t}, \quad u_t = \max(\beta_2 u_{t-1}, |g_t| + \epsilon)
@@ -426,9 +382,6 @@ def scale_by_adamax(b1: Scalar = 0.9, b2: Scalar = 0.999, *, eps: Scalar = 1e-8)
         b1: decay of the mean, in [0, 1).
         b2: decay of the maximum, in [0, 1).
         eps: in [0, inf).
-
-    Raises:
-        ConfigError: a number is out of range.
 
     References:
         Kingma and Ba, 2015, Adam, section 7.1.
@@ -439,19 +392,15 @@ def scale_by_adamax(b1: Scalar = 0.9, b2: Scalar = 0.999, *, eps: Scalar = 1e-8)
         >>> tx.update(params, tx.init(params), params)[0]["w"].round(decimals=4).tolist()
         [1.0, -1.0]
     """
-    require("scale_by_adamax", high=1.0, b1=b1, b2=b2)
-    require("scale_by_adamax", eps=eps)
 
     def update(updates: Params, state: MomentsState, params: Params) -> tuple[Params, MomentsState]:
         del params  # Depends on the gradients only.
-        step = state.step + 1
+        state = state._replace(step=state.step + 1)
         mu = {name: lerp(state.mu[name], g, 1 - b1) for name, g in updates.items()}
         nu = {name: _decay_max(state.nu[name], g, b2, eps) for name, g in updates.items()}
-        weights = by_name(
-            complement_power(b1, update_count(step, state.missed, updates), scalar_dtype(updates)), updates
-        )
+        weights = by_name(bias_corrections(state, updates, b1)[0], updates)
         new = {n: (divide(upcast(mu[n]), weights[n]) / upcast(nu[n])).to(g.dtype) for n, g in updates.items()}
-        return new, MomentsState(step, mu, nu, state.missed)
+        return new, state._replace(mu=mu, nu=nu)
 
     return Transform(_init_moments, update)
 
@@ -463,11 +412,11 @@ def _decay_max(peak: Tensor, update: Tensor, decay: Scalar, eps: Scalar) -> Tens
 @known_keywords
 def adamax(
     learning_rate: Rate = 2e-3,
-    b1: Scalar = 0.9,
-    b2: Scalar = 0.999,
-    eps: Scalar = 1e-8,
+    b1: Decay = 0.9,
+    b2: Decay = 0.999,
+    eps: NonNegative = 1e-8,
     *,
-    weight_decay: Scalar = 0.0,
+    weight_decay: NonNegative = 0.0,
     mask: Mask | None = None,
 ) -> Transform:
     r"""Adam in the infinity norm, as `torch.optim.Adamax`; the direction is that of `scale_by_adamax`.
@@ -480,9 +429,6 @@ def adamax(
         weight_decay: in [0, inf), coupled: ``weight_decay * weights`` is added to the gradient.
         mask: the parameters that decay, as in `masked`; None: all.
 
-    Raises:
-        ConfigError: a number is out of range.
-
     References:
         Kingma and Ba, 2015, Adam, section 7.1.
 
@@ -493,12 +439,11 @@ def adamax(
         >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
         -0.1
     """
-    require_arguments("adamax", learning_rate, below_one={"b1": b1, "b2": b2}, eps=eps, weight_decay=weight_decay)
     return _chain_with_decay(scale_by_adamax(b1, b2, eps=eps), decay_parts(weight_decay, mask), False, learning_rate)
 
 
 def _init_moments(params: Params) -> MomentsState:
-    return MomentsState(zero_count(params), zeros_like(params), zeros_like_squares(params), no_missed_updates(params))
+    return MomentsState(**no_updates(params), mu=zeros_like(params), nu=zeros_like_squares(params))
 
 
 def _chain_with_decay(direction: Transform, decay: list[Transform], decoupled: bool, learning_rate: Rate) -> Transform:

@@ -9,22 +9,17 @@ from torch import Tensor
 
 from ..state import known_keywords
 from ..types import Empty, Params, Tree
-from .base import Transform, chain, require, require_arguments
+from .arguments import Decay, NonNegative, Rate
+from .base import Transform, chain
+from .counts import bias_corrections, no_updates
 from .numerics import (
-    Rate,
-    Scalar,
     adam_quotients,
     add_scaled,
     by_name,
-    complement_power,
     decay_square,
     divide,
     lerp,
-    no_missed_updates,
-    scalar_dtype,
     upcast,
-    update_count,
-    zero_count,
     zeros_like,
     zeros_like_squares,
 )
@@ -39,17 +34,17 @@ class ScaleByAdemamixState(NamedTuple):
     mu: Params  # name -> P: fast mean of gradients
     mu_slow: Params  # name -> P: slow mean of gradients
     nu: Params  # name -> P: mean of their squares
-    missed: Tree = Empty()  # Missed: for each parameter, the updates without a gradient
+    missed: Tree = Empty()  # see `counts`
 
 
 @known_keywords
 def scale_by_ademamix(
-    b1: Scalar = 0.9,
-    b2: Scalar = 0.999,
-    b3: Scalar = 0.9999,
-    alpha: Scalar = 5.0,
+    b1: Decay = 0.9,
+    b2: Decay = 0.999,
+    b3: Decay = 0.9999,
+    alpha: NonNegative = 5.0,
     *,
-    eps: Scalar = 1e-8,
+    eps: NonNegative = 1e-8,
     mu_dtype: torch.dtype | None = None,
 ) -> Transform:
     r"""Adam's direction with a second, slow mean of gradients in the numerator.
@@ -64,9 +59,6 @@ def scale_by_ademamix(
         eps: in [0, inf), outside the root.
         mu_dtype: dtype of both means; None: each parameter's.
 
-    Raises:
-        ConfigError: a number is out of range.
-
     References:
         Pagliardini et al., 2024, The AdEMAMix Optimizer: Better, Faster, Older.
 
@@ -76,27 +68,24 @@ def scale_by_ademamix(
         >>> tx.update(params, tx.init(params), params)[0]["w"].round(decimals=4).tolist()
         [1.0, -1.0]
     """
-    require("scale_by_ademamix", high=1.0, b1=b1, b2=b2, b3=b3)
-    require("scale_by_ademamix", alpha=alpha, eps=eps)
 
     def init(params: Params) -> ScaleByAdemamixState:
-        means = zeros_like(params, mu_dtype), zeros_like(params, mu_dtype)
-        return ScaleByAdemamixState(zero_count(params), *means, zeros_like_squares(params), no_missed_updates(params))
+        mu, slow = zeros_like(params, mu_dtype), zeros_like(params, mu_dtype)
+        return ScaleByAdemamixState(**no_updates(params), mu=mu, mu_slow=slow, nu=zeros_like_squares(params))
 
     def update(updates: Params, state: ScaleByAdemamixState, params: Params) -> tuple[Params, ScaleByAdemamixState]:
         del params  # Depends on the gradients only.
-        step = state.step + 1
+        state = state._replace(step=state.step + 1)
         mu = {name: lerp(state.mu[name], g, 1 - b1) for name, g in updates.items()}
         slow = {name: lerp(state.mu_slow[name], g, 1 - b3) for name, g in updates.items()}
         nu = {name: decay_square(state.nu[name], g, b2) for name, g in updates.items()}
-        dtype, own = scalar_dtype(updates), update_count(step, state.missed, updates)
-        root_weight = complement_power(b2, own, dtype).sqrt()
-        weights = by_name(complement_power(b1, own, dtype), updates)
+        mean_weight, square_weight = bias_corrections(state, updates, b1, b2)
+        root_weight, weights = square_weight.sqrt(), by_name(mean_weight, updates)
         mixed = {
             name: add_scaled(divide(upcast(m), weights[name]), upcast(slow[name]), alpha) for name, m in mu.items()
         }
         new = adam_quotients(updates, mixed, nu, torch.ones_like(root_weight), root_weight, eps)
-        return new, ScaleByAdemamixState(step, mu, slow, nu, state.missed)
+        return new, state._replace(mu=mu, mu_slow=slow, nu=nu)
 
     return Transform(init, update)
 
@@ -104,13 +93,13 @@ def scale_by_ademamix(
 @known_keywords
 def ademamix(
     learning_rate: Rate = 1e-3,
-    b1: Scalar = 0.9,
-    b2: Scalar = 0.999,
-    b3: Scalar = 0.9999,
-    alpha: Scalar = 5.0,
-    eps: Scalar = 1e-8,
+    b1: Decay = 0.9,
+    b2: Decay = 0.999,
+    b3: Decay = 0.9999,
+    alpha: NonNegative = 5.0,
+    eps: NonNegative = 1e-8,
     *,
-    weight_decay: Scalar = 0.0,
+    weight_decay: NonNegative = 0.0,
     mask: Mask | None = None,
     mu_dtype: torch.dtype | None = None,
 ) -> Transform:
@@ -134,9 +123,6 @@ def ademamix(
         mask: the parameters that decay, as in `masked`; None: all.
         mu_dtype: dtype of both means; None: each parameter's.
 
-    Raises:
-        ConfigError: a number is out of range.
-
     References:
         Pagliardini et al., 2024, The AdEMAMix Optimizer: Better, Faster, Older.
 
@@ -146,13 +132,5 @@ def ademamix(
         >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
         -0.1
     """
-    require_arguments(
-        "ademamix",
-        learning_rate,
-        below_one={"b1": b1, "b2": b2, "b3": b3},
-        alpha=alpha,
-        eps=eps,
-        weight_decay=weight_decay,
-    )
     direction = scale_by_ademamix(b1, b2, b3, alpha, eps=eps, mu_dtype=mu_dtype)
     return chain(direction, *decay_parts(weight_decay, mask), scale_by_learning_rate(learning_rate))

@@ -1,23 +1,18 @@
-"""`Transform`, a pair of functions; the composition of transforms; and the argument checks that all of them share."""
+"""`Transform`, a pair of functions; the composition of transforms; and the norm of all numbers."""
 
 from __future__ import annotations
 
-import inspect
-import math
-import sys
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping
-from contextlib import contextmanager
-from threading import local
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import ConfigError, StateError
-from ..state import check_range, known_keywords
+from ..state import known_keywords
 from ..torch_ext import foreach, tracing
 from ..types import Empty, Labels, Params, Tree
-from .numerics import Rate, scalar_dtype
+from .numerics import scalar_dtype
 
 # Large leaves are reduced row by row: on a CPU one running float32 sum over 34 million numbers is wrong by 0.2 %.
 _NORM_ROW = 1024
@@ -32,38 +27,20 @@ def _no_decay(params: Params) -> dict[str, bool | None]:
     return dict.fromkeys(params, False)
 
 
-class Launch(NamedTuple):
-    """A fused kernel for one update, which does the work of ``Transform.update`` and of `apply_updates`.
+class Kind(NamedTuple):
+    """What a transform of this package computes, as data.
 
     Args:
-        rates: the learning rates of this update that are tensors, shape=() each.
-        run: ``(updates, ready, owned, unused) -> (params, state)``. It may write into the updates, and into the old
-            params and state if they are ``owned``; else it copies them. Where ``ready`` (a bool, or a tensor of
-            shape=()) is False, floating tensors with dimensions keep their values; the caller keeps the old ones of
-            others. Parameters in ``unused`` and their moments keep theirs too.
+        name: of the computation.
+        options: its numbers and the transforms inside of it.
+        update: the function that this describes: if a transform has another one (`_replace`), it has no kind.
+        takes_norms: the function has a private keyword argument ``norms``, see `Norms`.
     """
 
-    rates: list[Tensor]
-    run: Callable[[Params, Any, bool, Collection[str]], tuple[Params, Tree]]
-
-
-Kernel: TypeAlias = Callable[[Params, Tree, Params], Launch | None]
-"""``(updates, state, params) -> Launch``, or None if there is no kernel for these tensors. Nothing is written yet."""
-
-
-class Fast(NamedTuple):
-    """Faster ways to the numbers of an ``update``, for eager steps.
-
-    Args:
-        update: the function that they stand for. If a transform has got another one since (`_replace`), they are not
-            used: see `fast_of`.
-        in_place: ``(updates, params) -> updates``, for a transform without state. It may write into the updates.
-        kernel: see `Launch`.
-    """
-
+    name: str
+    options: dict[str, Any]
     update: Callable[..., Any]
-    in_place: Callable[[Params, Params], Params] | None = None
-    kernel: Kernel | None = None
+    takes_norms: bool = False
 
 
 class Transform(NamedTuple):
@@ -75,11 +52,12 @@ class Transform(NamedTuple):
         update: ``(updates, state, params) -> (updates, state)``. A chain receives gradients; its result is added to
             the parameters. ``update`` does not modify its inputs, and keeps structure and dtypes.
         elementwise: True if each number of the update depends only on the same number of the inputs, on scalars, and
-            on reductions over all values. ``update`` may then receive flat buffers instead of the named tensors.
+            on reductions over all values. ``update`` may then receive flat buffers instead of the named tensors. Where
+            several processes hold pieces of the parameters, a transform of one's own that reduces needs False.
         labels: ``params -> {name: label}``. Parameters with equal labels and dtypes are treated alike and may share a
             buffer.
         decays: ``params -> {name: True if weight decay moves this parameter, None if that is unknown}``; for `summary`.
-        fast: a faster way to the same numbers (within rounding) where a step runs in eager mode; see `Fast`.
+        kind: private; see `Kind`.
 
     Example:
         >>> double = Transform(lambda params: Empty(), lambda updates, state, params: (
@@ -94,12 +72,17 @@ class Transform(NamedTuple):
     elementwise: bool = True
     labels: Callable[[Params], Labels] = _one_label
     decays: Callable[[Params], dict[str, bool | None]] = _no_decay
-    fast: Fast | None = None
+    kind: Kind | None = None
 
 
-def fast_of(tx: Transform) -> Fast:
-    """The faster ways of a transform, if they stand for the ``update`` that it has."""
-    return tx.fast if tx.fast is not None and tx.fast.update is tx.update else Fast(tx.update)
+def described(tx: Transform, name: str, *, takes_norms: bool = False, **options: Any) -> Transform:
+    """The transform with a `Kind` for its ``update``."""
+    return tx._replace(kind=Kind(name, options, tx.update, takes_norms))
+
+
+def kind_of(tx: Transform) -> Kind | None:
+    """The kind of a transform, if it describes the ``update`` that the transform has."""
+    return tx.kind if tx.kind is not None and tx.kind.update is tx.update else None
 
 
 def identity() -> Transform:
@@ -168,7 +151,9 @@ def chain(*transforms: Transform) -> Transform:
     def init(params: Params) -> tuple[Tree, ...]:
         return tuple(tx.init(params) for tx in transforms)
 
-    def update(updates: Params, state: tuple[Tree, ...], params: Params) -> tuple[Params, tuple[Tree, ...]]:
+    def update(
+        updates: Params, state: tuple[Tree, ...], params: Params, norms: Norms | None = None
+    ) -> tuple[Params, tuple[Tree, ...]]:
         if len(state) != len(transforms):
             raise StateError(
                 f"the chain has {len(transforms)} transforms, the state {len(state)} parts",
@@ -177,8 +162,9 @@ def chain(*transforms: Transform) -> Transform:
             )
         new_state: list[Tree] = []
         for tx, part in zip(transforms, state, strict=True):
-            updates, new_part = tx.update(updates, part, params)
+            updates, new_part = updated(tx, updates, part, params, norms)
             new_state.append(new_part)
+            norms = unknown(norms)
         return updates, tuple(new_state)
 
     def labels(params: Params) -> Labels:
@@ -190,44 +176,13 @@ def chain(*transforms: Transform) -> Transform:
         return {name: _any(part[name] for part in parts) for name in params}
 
     whole = Transform(init, update, all(tx.elementwise for tx in transforms), labels, decays)
-    return whole._replace(fast=Fast(update, kernel=_kernel_of_chain(transforms)))
-
-
-def _kernel_of_chain(transforms: tuple[Transform, ...]) -> Kernel | None:
-    """The kernel of the last part, after the others in place; None if one of these has no such form."""
-    last = fast_of(transforms[-1]).kernel if transforms else None
-    changes = [fast_of(tx).in_place for tx in transforms[:-1]]
-    first = [change for change in changes if change is not None]
-    if last is None or len(first) < len(changes):
-        return None
-
-    def kernel(updates: Params, state: tuple[Tree, ...], params: Params) -> Launch | None:
-        launch = last(updates, state[-1], params) if len(state) == len(transforms) else None
-        if launch is None:
-            return None
-
-        def run(updates: Params, ready: Any, owned: bool, unused: Collection[str]) -> tuple[Params, tuple[Tree, ...]]:
-            for change in first:
-                updates = change(updates, params)
-            new, part = launch.run(updates, ready, owned, unused)
-            return new, (*state[:-1], part)
-
-        return Launch(launch.rates, run)
-
-    return kernel
+    return described(whole, "chain", takes_norms=True, transforms=transforms)
 
 
 def _any(decays: Iterable[bool | None]) -> bool | None:
     """True if one of them is, else None if one is unknown."""
     found = set(decays)
     return True if True in found else None if None in found else False
-
-
-class StepState(NamedTuple):
-    """State of a transform that only counts updates."""
-
-    step: Tensor  # shape=(), dtype=int64: updates done
-    missed: Tree = Empty()  # Missed: for each parameter, the updates without a gradient
 
 
 def apply_updates(params: Params, updates: Params) -> Params:
@@ -257,11 +212,6 @@ def global_norm(updates: Params) -> Tensor:
         >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])}).item()
         5.0
     """
-    of_pieces, known = _local.of_pieces, _local.known
-    if of_pieces is not None:
-        return of_pieces(updates)
-    if known is not None and known[0] is updates:
-        return known[1]
     if not updates:
         return torch.zeros(())
     dtype = scalar_dtype(updates)
@@ -269,41 +219,36 @@ def global_norm(updates: Params) -> Tensor:
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
-class _Local(local):
-    """Norms that `global_norm` need not compute, by thread. A user's `torch.compile` cannot read a ContextVar."""
-
-    def __init__(self) -> None:
-        self.of_pieces: Callable[[Params], Tensor] | None = None
-        self.known: tuple[Params, Tensor] | None = None  # updates, and their norm
-
-
-_local = _Local()
-
-
-@contextmanager
-def norm_of_pieces(norm: Callable[[Params], Tensor]) -> Generator[None]:
-    """Replace `global_norm` inside the ``with`` block: each of several processes holds pieces of the parameters.
+class Norms(NamedTuple):
+    """The norms of one step's updates.
 
     Args:
-        norm: ``updates -> norm`` of the whole parameters.
+        compute: `global_norm`; on several processes, the norm of the whole parameters from this process's pieces.
+        known: the norm of the present updates, shape=(); None: not computed yet.
     """
-    before = _local.of_pieces
-    _local.of_pieces = norm
-    try:
-        yield
-    finally:
-        _local.of_pieces = before
+
+    compute: Callable[[Params], Tensor] = global_norm
+    known: Tensor | None = None
 
 
-@contextmanager
-def known_norm(updates: Params, norm: Tensor) -> Generator[None]:
-    """Let `global_norm` return this norm for this dict inside the ``with`` block, instead of computing it again."""
-    before = _local.known
-    _local.known = updates, norm
-    try:
-        yield
-    finally:
-        _local.known = before
+def norm_of(updates: Params, norms: Norms | None) -> Tensor:
+    """The norm of updates, shape=(); computed if it is not known."""
+    if norms is None:
+        return global_norm(updates)
+    return norms.compute(updates) if norms.known is None else norms.known
+
+
+def unknown(norms: Norms | None) -> Norms | None:
+    """The same for other updates, whose norm is not known."""
+    return None if norms is None else norms._replace(known=None)
+
+
+def updated(tx: Transform, updates: Params, state: Tree, params: Params, norms: Norms | None) -> Any:
+    """The result of ``tx.update``, which gets the norms if it takes them."""
+    kind = kind_of(tx)
+    if norms is None or kind is None or not kind.takes_norms:
+        return tx.update(updates, state, params)
+    return kind.update(updates, state, params, norms=norms)
 
 
 def _leaf_norms(leaves: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -331,82 +276,3 @@ def leaf_norm(leaf: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.linalg.vector_norm(
         torch.stack([torch.linalg.vector_norm(part, dtype=dtype) for part in (norms, rest)])
     )
-
-
-def require(where: str, /, *, low: float = 0.0, high: float = math.inf, ends: str = "[)", **values: Any) -> None:
-    """Check that numbers are in ``[low, high)``. Tensors are not checked, since reading one waits for the device.
-
-    Args:
-        where: the function of `purestep.optim` that has these arguments.
-        low: the lower bound.
-        high: the upper bound.
-        ends: a bracket for each bound, as in `validation.check_range`.
-        values: the values by the names of the arguments.
-
-    Raises:
-        ConfigError: a number out of range; the message has the argument, its value, the range and the default.
-
-    Example:
-        >>> require("scale_by_adam", high=1.0, b1=1.5)
-        Traceback (most recent call last):
-        purestep.errors.ConfigError: scale_by_adam: b1=1.5 must be in [0, 1) (cure: 0.9 is the default)
-    """
-    for name, value in values.items():
-        if isinstance(value, Tensor):
-            continue
-        if callable(value):
-            raise ConfigError(
-                f"{name} is a schedule; only learning_rate takes one directly",
-                where=where,
-                hint=f"optim.inject(optim.{where})(..., {name}=schedule)",
-            )
-        try:
-            check_range(where, low, high, ends=ends, **{name: value})
-        except ConfigError as error:
-            raise ConfigError(error.what, where=where, hint=_default(where, name) or error.hint) from None
-
-
-def _default(where: str, name: str) -> str:
-    """The default of an argument as the cure; empty if it has none."""
-    function = getattr(sys.modules["purestep.optim"], where, None)
-    found = inspect.signature(function).parameters.get(name) if callable(function) else None
-    if found is None or found.default is found.empty:
-        return "learning_rate=1e-3" if name == "learning_rate" else ""
-    return f"{found.default!r} is the default"
-
-
-def require_rate(where: str, learning_rate: Rate) -> None:
-    """Check that a learning rate is a schedule, a tensor or a number of at least 0.
-
-    Raises:
-        ConfigError: a number out of range, another type, or one of torch's schedulers.
-    """
-    value: Any = learning_rate
-    if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
-        raise ConfigError(
-            f"learning_rate is a {type(value).__name__}, which counts its own steps",
-            where=where,
-            hint=f"schedules.from_torch_scheduler({type(value).__name__}, 1e-3, steps=10_000, ...)",
-        )
-    if not callable(learning_rate):
-        require(where, learning_rate=learning_rate)
-
-
-def require_arguments(
-    where: str, /, learning_rate: Rate, *, below_one: Mapping[str, Any] | None = None, **values: Any
-) -> None:
-    """Check the arguments of a named optimizer under the optimizer's own argument names.
-
-    Its parts check them too, but their messages would have the names of the parts.
-
-    Raises:
-        ConfigError: a number out of range; the message has the optimizer, the argument, its value and the range.
-
-    Example:
-        >>> require_arguments("sgd", 0.1, momentum=-0.9)
-        Traceback (most recent call last):
-        purestep.errors.ConfigError: sgd: momentum=-0.9 must be a finite number of at least 0 (cure: 0.0 is the default)
-    """
-    require_rate(where, learning_rate)
-    require(where, high=1.0, **(below_one or {}))
-    require(where, **values)

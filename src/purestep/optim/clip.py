@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from ..state import known_keywords
-from ..torch_ext import read
-from ..types import Params
-from .base import Fast, Transform, global_norm, require, stateless
-from .numerics import Scalar, multiply, scale_in_place, upcast
+from ..types import Empty, Params
+from .arguments import NonNegative, NonNegativeFloat, Scalar
+from .base import Norms, Transform, described, norm_of, stateless
+from .numerics import multiply, upcast
 
 
 @known_keywords
-def clip_by_global_norm(max_norm: Scalar) -> Transform:
+def clip_by_global_norm(max_norm: NonNegative) -> Transform:
     """Multiply all updates by ``min(1, max_norm / (norm + 1e-6))``, with the norm of all numbers together.
 
     The 1e-6 is taken from `torch.nn.utils.clip_grad_norm_`; optax has none. A norm that is not finite makes every
@@ -21,9 +21,6 @@ def clip_by_global_norm(max_norm: Scalar) -> Transform:
 
     Args:
         max_norm: in [0, inf).
-
-    Raises:
-        ConfigError: for numbers out of range.
 
     References:
         Pascanu et al., 2013, On the difficulty of training recurrent neural networks.
@@ -34,43 +31,31 @@ def clip_by_global_norm(max_norm: Scalar) -> Transform:
         >>> [round(u, 4) for u in updates["w"].tolist()]
         [0.6, 0.8]
     """
-    require("clip_by_global_norm", max_norm=max_norm)
 
-    def factor(updates: Params) -> Tensor:
-        return torch.clamp(max_norm / (global_norm(updates) + 1e-6), max=1.0)
+    def init(params: Params) -> Empty:
+        del params  # No state.
+        return Empty()
 
-    def clip(updates: Params, params: Params) -> Params:
+    def update(updates: Params, state: Empty, params: Params, norms: Norms | None = None) -> tuple[Params, Empty]:
         del params  # The norm depends on the gradients only.
-        by = factor(updates)
-        return {name: multiply(u, by) for name, u in updates.items()}
+        factor = torch.clamp(max_norm / (norm_of(updates, norms) + 1e-6), max=1.0)
+        return {name: multiply(u, factor) for name, u in updates.items()}, state
 
-    def in_place(updates: Params, params: Params) -> Params:
-        del params
-        norm = read(global_norm(updates))
-        if not isinstance(norm, Tensor) and norm < 0.999 * max_norm:
-            return updates  # the factor is 1
-        return scale_in_place(updates, factor(updates))
-
-    tx = stateless(clip, elementwise=True)
-    return tx._replace(fast=Fast(tx.update, in_place=in_place))
+    return described(Transform(init, update), "clip", takes_norms=True, max_norm=max_norm)
 
 
 @known_keywords
-def clip_by_value(max_value: Scalar) -> Transform:
+def clip_by_value(max_value: NonNegative) -> Transform:
     """Clamp each number to ``[-max_value, max_value]``, as `torch.nn.utils.clip_grad_value_`.
 
     Args:
         max_value: in [0, inf).
-
-    Raises:
-        ConfigError: for numbers out of range.
 
     Example:
         >>> tx = clip_by_value(1.0)
         >>> tx.update({"w": torch.tensor([-3.0, 0.5])}, tx.init({}), {})[0]["w"].tolist()
         [-1.0, 0.5]
     """
-    require("clip_by_value", max_value=max_value)
 
     def clip(updates: Params, params: Params) -> Params:
         del params  # The bound depends on the gradients only.
@@ -87,7 +72,7 @@ def _clamp(leaf: Tensor, limit: Scalar) -> Tensor:
 
 
 @known_keywords
-def adaptive_grad_clip(clipping: Scalar, *, eps: float = 1e-3) -> Transform:
+def adaptive_grad_clip(clipping: NonNegative, *, eps: NonNegativeFloat = 1e-3) -> Transform:
     """Clip the gradient norm of each unit to ``clipping * max(weight norm, eps)``.
 
     A unit is one row of a weight matrix, one output channel of a convolution, or a whole vector or scalar.
@@ -95,9 +80,6 @@ def adaptive_grad_clip(clipping: Scalar, *, eps: float = 1e-3) -> Transform:
     Args:
         clipping: in [0, inf); 0.01 in the paper.
         eps: in [0, inf), a lower bound on the weight norm, so that weights at zero can move.
-
-    Raises:
-        ConfigError: for numbers out of range.
 
     References:
         Brock et al., 2021, High-Performance Large-Scale Image Recognition Without Normalization, equation 3.
@@ -109,7 +91,6 @@ def adaptive_grad_clip(clipping: Scalar, *, eps: float = 1e-3) -> Transform:
         >>> [round(u, 3) for u in updates["w"].flatten().tolist()]
         [0.3, 0.4]
     """
-    require("adaptive_grad_clip", clipping=clipping, eps=eps)
 
     def clip(updates: Params, params: Params) -> Params:
         return {name: _clip_units(u, params[name], clipping, eps) for name, u in updates.items()}

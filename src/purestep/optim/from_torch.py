@@ -2,8 +2,8 @@
 
 An eager update builds the optimizer on copies of the parameters, loads its state from the tree, runs one step, and
 stores the state back in the tree: the numbers are exactly those of the optimizer. A compiled step runs a graph that
-`init` has traced on fake tensors. The graph exists for every optimizer that keeps its state in tensors and does not
-read their values.
+`init` has traced on fake tensors. The graph exists for every optimizer that keeps its state in tensors, does not read
+their values, and whose first step is like the later ones.
 
 `init` first probes the optimizer on small tensors: which state it keeps and where, and whether an optimizer that is
 rebuilt from this state computes the same updates.
@@ -25,8 +25,10 @@ from .. import rng, tree
 from ..errors import ConfigError, PurestepError, StateError, StepContractError
 from ..torch_ext import tracing
 from ..types import Empty, Params, Tree
-from .base import Transform, require_rate
-from .numerics import Rate, Scalar, Schedule, rate_at, zero_count
+from .arguments import Rate, Scalar, Schedule, check_rate
+from .base import Transform
+from .counts import zero_count
+from .numerics import rate_at
 from .scale import rate_leaf
 
 Slots: TypeAlias = dict[str, dict[str, Any]]
@@ -42,8 +44,9 @@ def from_torch(optimizer: type[torch.optim.Optimizer], *, lr: Rate | None = None
     """Build a pure transform from any optimizer class whose ``step`` needs no closure, including third-party ones.
 
     In eager mode the updates equal those of the optimizer, up to one rounding. Compiled steps support the dense
-    optimizers of torch.optim except Adafactor (use `adafactor`), and others that keep their state in tensors and do
-    not branch on tensor values. There is one parameter group; for more, use `partition`. Not elementwise.
+    optimizers of torch.optim except Adafactor (use `adafactor`) and SGD with dampening (use `sgd`), and others that
+    keep their state in tensors, do not branch on tensor values, and whose first step is like the later ones. There is
+    one parameter group; for more, use `partition`. Not elementwise.
 
     Args:
         optimizer: the class.
@@ -89,7 +92,7 @@ def from_torch(optimizer: type[torch.optim.Optimizer], *, lr: Rate | None = None
         arguments = (params, updates, state.slots, state.group)
         plan = plans.get(_plan_key(params))
         if tracing.in_graph() or _is_traced():
-            new, slots, group = _traced_step(plan, spec.where, arguments, rate, state.step)
+            new, slots, group = _traced_step(plan, spec.where, arguments, rate)
         else:
             if plan is None:
                 plan = plans[_plan_key(params)] = _prepare(spec, params, is_scheduled=schedule is not None)[-1]
@@ -159,11 +162,10 @@ class _StepResult(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """The traced steps of an optimizer for parameters of certain names, shapes and dtypes."""
+    """The steps of an optimizer for parameters of certain names, shapes and dtypes."""
 
     first_differs: bool  # the first step is special, as in SGD, which does not dampen the first gradient
-    later: Callable[..., _StepResult] | str  # the traced step, or the reason why tracing failed
-    first: Callable[..., _StepResult] | str  # the same for the first step
+    traced: Callable[..., _StepResult] | str  # the step as a graph, or the reason why there is none
 
 
 def _spec_of(optimizer: Any, lr: Rate | None, kwargs: dict[str, Any]) -> _Spec:
@@ -174,7 +176,7 @@ def _spec_of(optimizer: Any, lr: Rate | None, kwargs: dict[str, Any]) -> _Spec:
     where = f"from_torch({optimizer.__name__})"
     _check_supported(optimizer, where)
     if lr is not None:
-        require_rate(where, lr)
+        check_rate(where, "lr", lr)
     start = lr if lr is None or isinstance(lr, float | int) else float(rate_at(lr, torch.zeros((), dtype=torch.int64)))
     dtype = lr.dtype if isinstance(lr, Tensor) and lr.is_floating_point() else None
     return _Spec(optimizer, kwargs if start is None else {"lr": start, **kwargs}, where, dtype)
@@ -206,13 +208,12 @@ def _rate(rate: Tensor | Schedule, step: Tensor) -> Scalar:
 def _prepare(spec: _Spec, params: Params, *, is_scheduled: bool) -> tuple[Slots, dict[str, Any], _Plan]:
     probe = _probe(spec, params)
     slots, group, is_whole = _initial_state(spec, params, probe)
-    differs = probe.first_differs or not is_whole
+    if probe.first_differs or not is_whole:
+        return slots, group, _Plan(True, "its first step differs from the later ones")
     # New tensor objects: the tracer treats one object in two places as one input.
     grads = {name: param.detach() for name, param in params.items()}
     arguments = (params, grads, slots, group)
-    later = _trace(spec, arguments, is_scheduled=is_scheduled, is_first=False)
-    first = _trace(spec, arguments, is_scheduled=is_scheduled, is_first=True) if differs else later
-    return slots, group, _Plan(differs, later, first)
+    return slots, group, _Plan(False, _trace(spec, arguments, is_scheduled=is_scheduled))
 
 
 def _eager_step(plan: _Plan, spec: _Spec, arguments: _Arguments, rate: Any, step: Tensor) -> _StepResult:
@@ -229,18 +230,13 @@ def _eager_step(plan: _Plan, spec: _Spec, arguments: _Arguments, rate: Any, step
     return result
 
 
-def _traced_step(plan: _Plan | None, where: str, arguments: _Arguments, rate: Any, step: Tensor) -> _StepResult:
+def _traced_step(plan: _Plan | None, where: str, arguments: _Arguments, rate: Any) -> _StepResult:
     if plan is None:
         raise ConfigError("init was not called", where=where, hint="call tx.init(params) before compiling")
-    if isinstance(plan.later, str) or isinstance(plan.first, str):
-        reason = plan.later if isinstance(plan.later, str) else plan.first
+    if isinstance(plan.traced, str):
         hint = "set compile=False, or use the optimizer of the same name in purestep.optim"
-        raise ConfigError(f"its step cannot be compiled: {reason}", where=where, hint=hint)
-    rates = () if rate is None else (rate,)
-    later = plan.later(*arguments, *rates)
-    if not plan.first_differs:
-        return later
-    return tree.map(lambda first, then: torch.where(step == 0, first, then), plan.first(*arguments, *rates), later)
+        raise ConfigError(f"its step cannot be compiled: {plan.traced}", where=where, hint=hint)
+    return plan.traced(*arguments, *(() if rate is None else (rate,)))
 
 
 def _is_traced() -> bool:
@@ -553,24 +549,20 @@ class _Recorder(dict[str, Any]):
         return self[key]
 
 
-def _trace(
-    spec: _Spec, arguments: tuple[Any, ...], *, is_scheduled: bool, is_first: bool
-) -> Callable[..., _StepResult] | str:
+def _trace(spec: _Spec, arguments: tuple[Any, ...], *, is_scheduled: bool) -> Callable[..., _StepResult] | str:
     """Trace one step into a graph of tensor operations; return the reason as text if that fails.
 
     Args:
         spec: the optimizer.
         arguments: params, grads, slots and group; only their shapes and dtypes matter.
         is_scheduled: the graph takes the learning rate as a fifth argument.
-        is_first: see `_run`.
     """
     numbers = sorted({_split_key(key)[0] for key in _all_keys(arguments[2:]) if _split_key(key)[1] in _NUMBERS})
     if numbers:
         return f"its state has Python numbers ({', '.join(numbers)}), which would be constants in a graph"
 
     def step(params: Params, grads: Params, slots: Slots, group: dict[str, Any], *rates: Tensor) -> _StepResult:
-        rate = rates[0] if rates else None
-        return _run(spec, params, grads, slots, group, rate=rate, is_first=is_first, is_traced=True)
+        return _run(spec, params, grads, slots, group, rate=rates[0] if rates else None, is_traced=True)
 
     def scheduled(params: Params, grads: Params, slots: Slots, group: dict[str, Any], rate: Tensor) -> _StepResult:
         return step(params, grads, slots, group, rate)

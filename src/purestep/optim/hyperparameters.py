@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +13,10 @@ from .. import tree
 from ..errors import ConfigError
 from ..state import known_keywords
 from ..types import Empty, Labels, Params, TrainState, Tree
-from .base import Fast, Launch, Transform, fast_of
-from .numerics import Schedule, rate_at, zero_count
+from .arguments import Schedule
+from .base import Norms, Transform, described, updated
+from .counts import zero_count
+from .numerics import rate_at
 from .wrappers import PartitionState
 
 
@@ -107,29 +109,23 @@ def _injected(factory: Callable[..., Transform], fixed: dict[str, Any], injected
         _check_cheap_to_rebuild(inner)
         return InjectState(count, values, {name: Empty() for name in schedules}, inner)
 
-    def update(updates: Params, state: InjectState, params: Params) -> tuple[Params, InjectState]:
+    def build(state: InjectState) -> tuple[Transform, InjectState]:
+        """The transform of this update, and the state after it with the inner state of before."""
         values = leaves(state.step, state.hyperparams)
-        updates, inner = factory(**fixed, **values).update(updates, state.inner, params)
-        return updates, InjectState(state.step + 1, values, state.scheduled, inner)
+        return factory(**fixed, **values), state._replace(step=state.step + 1, hyperparams=values)
+
+    def update(
+        updates: Params, state: InjectState, params: Params, norms: Norms | None = None
+    ) -> tuple[Params, InjectState]:
+        tx, new = build(state)
+        updates, inner = updated(tx, updates, state.inner, params, norms)
+        return updates, new._replace(inner=inner)
 
     def labels(params: Params) -> Labels:
         return template.labels(params)
 
-    def kernel(updates: Params, state: InjectState, params: Params) -> Launch | None:
-        values = leaves(state.step, state.hyperparams)
-        inner = fast_of(factory(**fixed, **values)).kernel
-        launch = None if inner is None else inner(updates, state.inner, params)
-        if launch is None:
-            return None
-
-        def run(updates: Params, ready: Any, owned: bool, unused: Collection[str]) -> tuple[Params, InjectState]:
-            new, part = launch.run(updates, ready, owned, unused)
-            return new, InjectState(state.step + 1, values, state.scheduled, part)
-
-        return Launch(launch.rates, run)
-
     whole = Transform(init, update, template.elementwise, labels, template.decays)
-    return whole if fast_of(template).kernel is None else whole._replace(fast=Fast(update, kernel=kernel))
+    return described(whole, "inject", takes_norms=True, build=build)
 
 
 def _check_cheap_to_rebuild(inner: Tree) -> None:

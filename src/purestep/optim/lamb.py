@@ -8,8 +8,9 @@ from torch import Tensor
 from ..state import known_keywords
 from ..types import Params
 from .adam import scale_by_adam
-from .base import Transform, chain, require_arguments, stateless
-from .numerics import Rate, Scalar, multiply, upcast
+from .arguments import Decay, NonNegative, Rate
+from .base import Transform, chain, stateless
+from .numerics import multiply, upcast
 from .scale import decay_parts, scale_by_learning_rate
 from .wrappers import Mask
 
@@ -41,11 +42,11 @@ def _trust_ratio(param: Tensor, update: Tensor) -> Tensor:
 @known_keywords
 def lamb(
     learning_rate: Rate = 1e-3,
-    b1: Scalar = 0.9,
-    b2: Scalar = 0.999,
-    eps: Scalar = 1e-6,
+    b1: Decay = 0.9,
+    b2: Decay = 0.999,
+    eps: NonNegative = 1e-6,
     *,
-    weight_decay: Scalar = 0.0,
+    weight_decay: NonNegative = 0.0,
     mask: Mask | None = None,
 ) -> Transform:
     r"""LAMB, as `optax.lamb`: AdamW with each layer's step scaled to the norm of its weights. torch.optim has none.
@@ -61,9 +62,6 @@ def lamb(
         weight_decay: :math:`\lambda` in [0, inf).
         mask: the parameters that decay, as in `masked`; None: all.
 
-    Raises:
-        ConfigError: a number is out of range.
-
     References:
         You et al., 2020, Large Batch Optimization for Deep Learning: Training BERT in 76 minutes.
 
@@ -73,7 +71,6 @@ def lamb(
         >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
         -0.1
     """
-    require_arguments("lamb", learning_rate, below_one={"b1": b1, "b2": b2}, eps=eps, weight_decay=weight_decay)
     return chain(
         scale_by_adam(b1, b2, eps=eps),
         *decay_parts(weight_decay, mask),

@@ -8,8 +8,9 @@ import torch
 
 from ..state import known_keywords
 from ..types import Params
-from .base import Transform, chain, require, require_arguments
-from .numerics import Rate, Scalar, lerp, zeros_like
+from .arguments import Decay, NonNegative, Rate
+from .base import Transform, chain
+from .numerics import lerp, zeros_like
 from .scale import decay_parts, scale_by_learning_rate
 from .wrappers import Mask
 
@@ -21,16 +22,13 @@ class ScaleByLionState(NamedTuple):
 
 
 @known_keywords
-def scale_by_lion(b1: Scalar = 0.9, b2: Scalar = 0.99, *, mu_dtype: torch.dtype | None = None) -> Transform:
+def scale_by_lion(b1: Decay = 0.9, b2: Decay = 0.99, *, mu_dtype: torch.dtype | None = None) -> Transform:
     r"""The sign of momentum and gradient mixed, :math:`\operatorname{sign}(\beta_1 m_{t-1} + (1 - \beta_1) g_t)`.
 
     Args:
         b1: weight of the mean in the direction, in [0, 1).
         b2: decay of the mean, :math:`m_t = \beta_2 m_{t-1} + (1 - \beta_2) g_t`, in [0, 1).
         mu_dtype: dtype of the mean; None: each parameter's.
-
-    Raises:
-        ConfigError: a number is out of range.
 
     References:
         Chen et al., 2023, Symbolic Discovery of Optimization Algorithms.
@@ -41,7 +39,6 @@ def scale_by_lion(b1: Scalar = 0.9, b2: Scalar = 0.99, *, mu_dtype: torch.dtype 
         >>> tx.update(params, tx.init(params), params)[0]["w"].tolist()
         [1.0, -1.0]
     """
-    require("scale_by_lion", high=1.0, b1=b1, b2=b2)
 
     def init(params: Params) -> ScaleByLionState:
         return ScaleByLionState(zeros_like(params, mu_dtype))
@@ -62,10 +59,10 @@ def scale_by_lion(b1: Scalar = 0.9, b2: Scalar = 0.99, *, mu_dtype: torch.dtype 
 @known_keywords
 def lion(
     learning_rate: Rate = 1e-4,
-    b1: Scalar = 0.9,
-    b2: Scalar = 0.99,
+    b1: Decay = 0.9,
+    b2: Decay = 0.99,
     *,
-    weight_decay: Scalar = 1e-3,
+    weight_decay: NonNegative = 1e-3,
     mask: Mask | None = None,
     mu_dtype: torch.dtype | None = None,
 ) -> Transform:
@@ -82,9 +79,6 @@ def lion(
         mask: the parameters that decay, as in `masked`; None: all.
         mu_dtype: dtype of the mean; None: each parameter's.
 
-    Raises:
-        ConfigError: a number is out of range.
-
     References:
         Chen et al., 2023, Symbolic Discovery of Optimization Algorithms.
 
@@ -94,6 +88,5 @@ def lion(
         >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
         -0.1
     """
-    require_arguments("lion", learning_rate, below_one={"b1": b1, "b2": b2}, weight_decay=weight_decay)
     direction = scale_by_lion(b1, b2, mu_dtype=mu_dtype)
     return chain(direction, *decay_parts(weight_decay, mask), scale_by_learning_rate(learning_rate))

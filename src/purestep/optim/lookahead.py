@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..state import check_count, known_keywords
+from ..state import known_keywords
 from ..types import Params, Tree
-from .base import Transform, require
-from .numerics import Scalar, lerp, upcast, zero_count
+from .arguments import Scalar, at_least, within
+from .base import Norms, Transform, described, updated
+from .counts import zero_count
+from .numerics import lerp, upcast
 
 
 class LookaheadState(NamedTuple):
@@ -23,7 +25,11 @@ class LookaheadState(NamedTuple):
 
 
 @known_keywords
-def lookahead(inner: Transform, sync_period: int = 5, slow_step_size: Scalar = 0.5) -> Transform:
+def lookahead(
+    inner: Transform,
+    sync_period: Annotated[int, at_least(1)] = 5,
+    slow_step_size: Annotated[Scalar, within(0.0, 1.0, "[]")] = 0.5,
+) -> Transform:
     r"""Let slow weights follow a whole optimizer, as `optax.lookahead`: k steps forward, 1 step back.
 
     ``inner`` updates the weights. After every ``sync_period`` updates, the slow weights :math:`\phi` move towards them,
@@ -37,7 +43,7 @@ def lookahead(inner: Transform, sync_period: int = 5, slow_step_size: Scalar = 0
         slow_step_size: :math:`\alpha` in [0, 1].
 
     Raises:
-        ConfigError: a number is out of range, or ``inner`` is no transform.
+        ConfigError: ``inner`` is no transform.
 
     References:
         Zhang et al., 2019, Lookahead Optimizer: k steps forward, 1 step back.
@@ -58,15 +64,15 @@ def lookahead(inner: Transform, sync_period: int = 5, slow_step_size: Scalar = 0
         raise ConfigError(
             f"inner is a {type(value).__name__}, not a Transform", where="lookahead", hint="optim.adamw(1e-3)"
         )
-    check_count("lookahead", least=1, cure="5 is the default", sync_period=sync_period)
-    require("lookahead", high=1.0, ends="[]", slow_step_size=slow_step_size)
 
     def init(params: Params) -> LookaheadState:
         slow = {name: upcast(param.detach()).clone() for name, param in params.items()}
         return LookaheadState(zero_count(params), slow, inner.init(params))
 
-    def update(updates: Params, state: LookaheadState, params: Params) -> tuple[Params, LookaheadState]:
-        updates, new_inner = inner.update(updates, state.inner, params)
+    def update(
+        updates: Params, state: LookaheadState, params: Params, norms: Norms | None = None
+    ) -> tuple[Params, LookaheadState]:
+        updates, new_inner = updated(inner, updates, state.inner, params, norms)
         step = state.step + 1
         is_due = step % sync_period == 0
         slow: Params = {}
@@ -77,4 +83,6 @@ def lookahead(inner: Transform, sync_period: int = 5, slow_step_size: Scalar = 0
             new[name] = torch.where(is_due, (slow[name] - param).to(u.dtype), u)
         return new, LookaheadState(step, slow, new_inner)
 
-    return Transform(init, update, inner.elementwise, inner.labels, inner.decays)
+    return described(
+        Transform(init, update, inner.elementwise, inner.labels, inner.decays), "lookahead", takes_norms=True
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,12 +13,22 @@ from ..errors import StateError
 from ..model import unwrapped
 from ..state import check_choice, known_keywords
 from ..types import Params
-from .base import Transform, chain, require, require_arguments, stateless
-from .numerics import Rate, Scalar, lerp, multiply, zeros_like
+from .arguments import Decay, NonNegative, NonNegativeFloat, Rate, Scalar, within
+from .base import Transform, chain, stateless
+from .numerics import lerp, multiply, zeros_like
 from .scale import decay_parts, scale_by_learning_rate
 from .wrappers import Mask, decay_mask
 
-Adjust: TypeAlias = Literal["original", "match_rms_adamw"] | Scalar
+
+def _check_adjust(where: str, name: str, value: Any, cure: str) -> None:
+    if isinstance(value, str) or value is None:
+        check_choice(where, ("original", "match_rms_adamw"), also="a number", **{name: value})
+    else:
+        within()(where, name, value, cure)
+
+
+Adjust: TypeAlias = Annotated[Literal["original", "match_rms_adamw"] | Scalar, _check_adjust]
+_Steps: TypeAlias = Annotated[int, within(0, 100)]
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Coefficients of Jordan et al., 2024, steepest at 0; `torch.optim.Muon` has the same."""
@@ -34,12 +44,12 @@ class ScaleByMuonState(NamedTuple):
 
 @known_keywords
 def scale_by_muon(
-    momentum: Scalar = 0.95,
+    momentum: Decay = 0.95,
     *,
     nesterov: bool = True,
     ns_coefficients: tuple[float, float, float] = NEWTON_SCHULZ,
-    ns_steps: int = 5,
-    eps: float = 1e-7,
+    ns_steps: _Steps = 5,
+    eps: NonNegativeFloat = 1e-7,
     flatten: bool = False,
 ) -> Transform:
     r"""Momentum, then the nearest (semi-)orthogonal matrix by Newton-Schulz steps in bfloat16, as `torch.optim.Muon`.
@@ -54,7 +64,6 @@ def scale_by_muon(
             are the first dimension.
 
     Raises:
-        ConfigError: a number is out of range.
         StateError: at init, if a parameter is not a matrix (with ``flatten``, has fewer than 2 dimensions).
 
     References:
@@ -67,9 +76,6 @@ def scale_by_muon(
         >>> bool((torch.linalg.svdvals(update) - 1).abs().max() < 0.4)
         True
     """
-    require("scale_by_muon", high=1.0, momentum=momentum)
-    require("scale_by_muon", high=100, ns_steps=ns_steps)
-    require("scale_by_muon", eps=eps)
 
     def init(params: Params) -> ScaleByMuonState:
         for name, param in params.items():
@@ -116,9 +122,6 @@ def scale_by_shape(adjust: Adjust = "original") -> Transform:
             columns)}`, so that the root mean square of every update is r; ``"match_rms_adamw"``: 0.2, which suits the
             learning rate and weight decay of AdamW. Dimensions after the first are columns.
 
-    Raises:
-        ConfigError: ``adjust`` is another name, or a number out of range.
-
     References:
         Liu et al., 2025, Muon is Scalable for LLM Training.
 
@@ -127,7 +130,6 @@ def scale_by_shape(adjust: Adjust = "original") -> Transform:
         >>> scale_by_shape().update(params, (), params)[0]["w"][0].item()
         2.0
     """
-    _require_adjust("scale_by_shape", adjust)
 
     def factor(rows: int, columns: int) -> Scalar:
         if adjust == "original":
@@ -142,23 +144,16 @@ def scale_by_shape(adjust: Adjust = "original") -> Transform:
     return stateless(fn, elementwise=False)
 
 
-def _require_adjust(where: str, adjust: Any) -> None:
-    if isinstance(adjust, str) or adjust is None:
-        check_choice(where, ("original", "match_rms_adamw"), also="a number", adjust=adjust)
-    else:
-        require(where, adjust=adjust)
-
-
 @known_keywords
 def muon(
     learning_rate: Rate = 1e-3,
-    momentum: Scalar = 0.95,
+    momentum: Decay = 0.95,
     *,
     nesterov: bool = True,
-    weight_decay: Scalar = 0.1,
+    weight_decay: NonNegative = 0.1,
     ns_coefficients: tuple[float, float, float] = NEWTON_SCHULZ,
-    ns_steps: int = 5,
-    eps: float = 1e-7,
+    ns_steps: _Steps = 5,
+    eps: NonNegativeFloat = 1e-7,
     adjust: Adjust = "original",
     mask: Mask | None = None,
     flatten: bool = False,
@@ -182,7 +177,6 @@ def muon(
             labels the kernels of convolutions.
 
     Raises:
-        ConfigError: a number is out of range.
         StateError: at init, if a parameter is not a matrix (with ``flatten``, has fewer than 2 dimensions).
 
     References:
@@ -197,9 +191,6 @@ def muon(
         >>> {label: list(group.selected) for label, group in state.groups.items()}
         {'muon': ['1.weight'], 'adamw': ['0.weight', '1.bias', '2.weight', '2.bias']}
     """
-    require_arguments("muon", learning_rate, below_one={"momentum": momentum}, eps=eps, weight_decay=weight_decay)
-    require("muon", high=100, ns_steps=ns_steps)
-    _require_adjust("muon", adjust)
     direction = scale_by_muon(
         momentum, nesterov=nesterov, ns_coefficients=ns_coefficients, ns_steps=ns_steps, eps=eps, flatten=flatten
     )

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import PurestepError, StepContractError
-from ..torch_ext import foreach, tracing
-from ..types import Empty, Missed, Params, Tree
-
-Scalar: TypeAlias = float | Tensor
-"""A Python number, which is a constant in a compiled graph, or a 0-d tensor, which may change between calls."""
-
-Schedule: TypeAlias = Callable[[Tensor], Tensor]
-"""Count of updates done, shape=(), int64 -> value, shape=()."""
-Rate: TypeAlias = float | Tensor | Schedule
-"""A learning rate: a number, a 0-d tensor or a schedule."""
+from ..torch_ext import tracing
+from ..types import Params
+from .arguments import Rate, Scalar, Schedule
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -91,50 +84,8 @@ def complement_power(base: Scalar, count: Tensor, dtype: torch.dtype) -> Tensor:
     return -torch.expm1(count.to(dtype) * (math.log(base) if base else -math.inf))
 
 
-def zero_count(params: Params) -> Tensor:
-    """Return a counter at 0 on the device of the parameters. shape=(), dtype=int64."""
-    device = next(iter(params.values())).device if params else None
-    return torch.zeros((), dtype=torch.int64, device=device)
-
-
-def no_missed_updates(params: Params) -> Missed:
-    """Return a `Missed` with zeros: no parameter has missed an update."""
-    count = zero_count(params)
-    return Missed(dict.fromkeys(params, Empty()), count.expand(len(params)).clone())
-
-
-def update_count(step: Tensor, missed: Tree, names: Collection[str]) -> Tensor:
-    """Return each parameter's update count: the updates in which it had a gradient.
-
-    Args:
-        step: shape=(), int64: updates done.
-        missed: Missed, the updates that each parameter has missed; or Empty.
-        names: of parameters, or of flat buffers; the parameters in one buffer have missed equally many updates.
-
-    Returns:
-        shape=() if all names have the same count, else shape=(n,); `by_name` splits it.
-
-    Example:
-        >>> missed = no_missed_updates({"a": torch.ones(2), "b": torch.ones(2)})
-        >>> by_name(update_count(torch.tensor(3), missed, ["a", "b"]), ["a", "b"])
-        {'a': tensor(3), 'b': tensor(3)}
-        >>> update_count(torch.tensor(3), missed._replace(counts=torch.tensor([0, 2])), ["a", "b"]).tolist()
-        [3, 1]
-    """
-    if not isinstance(missed, Missed) or not names:
-        return step
-    counts = missed.counts
-    if tracing.may_branch(counts) and not any(counts.tolist()):
-        return step  # One scalar for all parameters is cheaper.
-    if len(names) < len(missed.names):
-        index = {name: position for position, name in enumerate(sorted(missed.names))}
-        selected = [counts[index[name]] for name in sorted(names)]
-        return step - (selected[0] if len(selected) == 1 else torch.stack(selected))
-    return step - (counts[0] if len(names) == 1 else counts)
-
-
 def by_name(value: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
-    """Split a value computed from `update_count` into one scalar per name.
+    """Split a tensor with a number for each name, in sorted order, or with one for all, into a scalar for each.
 
     Example:
         >>> {name: value.item() for name, value in by_name(torch.tensor([1, 2]), ["b", "a"]).items()}
@@ -216,16 +167,6 @@ def _schedule_error(schedule: Schedule, step: Tensor, problem: str) -> StepContr
         where=f"schedule {name}",
         hint="return a number or a 0-d tensor for every count of updates, as schedules.warmup_cosine(...) does",
     )
-
-
-def scale_in_place(leaves: Params, factor: Scalar) -> Params:
-    """As `multiply` of every leaf, written into the memory of the leaves, which have at least 32 bits."""
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for leaf in leaves.values():
-        by_dtype.setdefault(leaf.dtype, []).append(leaf)
-    for dtype, same in by_dtype.items():
-        foreach.scale_(same, in_dtype(factor, dtype))
-    return dict(leaves)  # another dict: its norm is another one, see `base.known_norm`
 
 
 def is_enabled(scalar: Scalar) -> bool:

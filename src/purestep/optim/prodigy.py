@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..state import known_keywords
 from ..types import Params, Tree
-from .base import Transform, chain, global_norm, identity, require, require_arguments
+from .arguments import Decay, NonNegative, Rate, within
+from .base import Norms, Transform, chain, described, identity, norm_of, unknown
+from .counts import zero_count
 from .numerics import (
-    Rate,
-    Scalar,
     add_scaled,
     complement_power,
     decay_square,
@@ -22,7 +22,6 @@ from .numerics import (
     safe_sqrt,
     scalar_dtype,
     upcast,
-    zero_count,
     zeros_like,
     zeros_like_squares,
 )
@@ -47,14 +46,14 @@ class ProdigyState(NamedTuple):
 @known_keywords
 def prodigy(
     learning_rate: Rate = 1.0,
-    b1: Scalar = 0.9,
-    b2: Scalar = 0.999,
-    b3: Scalar | None = None,
-    eps: Scalar = 1e-8,
+    b1: Decay = 0.9,
+    b2: Decay = 0.999,
+    b3: Decay | None = None,
+    eps: NonNegative = 1e-8,
     *,
-    estim_lr0: float = 1e-6,
-    estim_lr_coef: Scalar = 1.0,
-    weight_decay: Scalar = 0.0,
+    estim_lr0: Annotated[float, within(ends="()")] = 1e-6,
+    estim_lr_coef: NonNegative = 1.0,
+    weight_decay: NonNegative = 0.0,
     mask: Mask | None = None,
     safeguard_warmup: bool = False,
 ) -> Transform:
@@ -81,9 +80,6 @@ def prodigy(
         mask: the parameters that decay, as in `masked`; None: all.
         safeguard_warmup: leave the learning rate out of :math:`s_t`, for schedules with a long warm-up.
 
-    Raises:
-        ConfigError: a number is out of range.
-
     References:
         Mishchenko and Defazio, 2023, Prodigy: An Expeditiously Adaptive Parameter-Free Learner.
 
@@ -93,10 +89,6 @@ def prodigy(
         >>> f"{updates['w'].item():.1e}"
         '-1.0e-06'
     """
-    below = {"b1": b1, "b2": b2} | ({} if b3 is None else {"b3": b3})
-    others = {"eps": eps, "estim_lr_coef": estim_lr_coef, "weight_decay": weight_decay}
-    require_arguments("prodigy", learning_rate, below_one=below, **others)
-    require("prodigy", ends="()", estim_lr0=estim_lr0)
     decay3 = b2**0.5 if b3 is None else b3
     decay = chain(identity(), *decay_parts(weight_decay, mask))
 
@@ -114,7 +106,9 @@ def prodigy(
             decay.init(params),
         )
 
-    def update(updates: Params, state: ProdigyState, params: Params) -> tuple[Params, ProdigyState]:
+    def update(
+        updates: Params, state: ProdigyState, params: Params, norms: Norms | None = None
+    ) -> tuple[Params, ProdigyState]:
         step, dtype = state.step + 1, scalar_dtype(updates)
         d = state.estim_lr.to(dtype)
         rate = d * rate_at(learning_rate, state.step)
@@ -125,8 +119,8 @@ def prodigy(
         nu = {name: decay_square(state.nu[name], g, b2) for name, g in scaled.items()}
         weight = (d if safeguard_warmup else corrected) / estim_lr0
         grad_sum = {name: add_scaled(multiply(state.grad_sum[name], decay3), g, weight) for name, g in scaled.items()}
-        numerator = decay3 * state.numerator.to(dtype) + d / estim_lr0 * corrected * _sum(gained)
-        size = _sum_of_positive({name: s.abs() for name, s in grad_sum.items()})
+        numerator = decay3 * state.numerator.to(dtype) + d / estim_lr0 * corrected * _sum(gained, norms)
+        size = _sum_of_positive({name: s.abs() for name, s in grad_sum.items()}, norms)
         estimate = estim_lr_coef * numerator / torch.where(size > 0, size, torch.ones_like(size))
         new_d = torch.maximum(d, torch.where(size > 0, estimate, torch.zeros_like(estimate)))
         directions = {
@@ -138,15 +132,15 @@ def prodigy(
         used, d_leaf, r_leaf = (rate_leaf(value, step) for value in (rate, new_d, numerator))
         return new, ProdigyState(step, used, d_leaf, r_leaf, mu, nu, grad_sum, state.start, inner)
 
-    return Transform(init, update, labels=decay.labels, decays=decay.decays)
+    return described(Transform(init, update, labels=decay.labels, decays=decay.decays), "prodigy", takes_norms=True)
 
 
-def _sum(values: Params) -> Tensor:
+def _sum(values: Params, norms: Norms | None) -> Tensor:
     """The sum of all numbers, shape=()."""
-    positive = _sum_of_positive({name: value.clamp(min=0) for name, value in values.items()})
-    return positive - _sum_of_positive({name: (-value).clamp(min=0) for name, value in values.items()})
+    positive = _sum_of_positive({name: value.clamp(min=0) for name, value in values.items()}, norms)
+    return positive - _sum_of_positive({name: (-value).clamp(min=0) for name, value in values.items()}, norms)
 
 
-def _sum_of_positive(values: Params) -> Tensor:
-    """The sum of numbers that are not negative, shape=(). By `global_norm`, which also sums over several processes."""
-    return global_norm({name: safe_sqrt(value) for name, value in values.items()}).square()
+def _sum_of_positive(values: Params, norms: Norms | None) -> Tensor:
+    """The sum of numbers that are not negative, shape=(). By a norm, which also sums over several processes."""
+    return norm_of({name: safe_sqrt(value) for name, value in values.items()}, unknown(norms)).square()

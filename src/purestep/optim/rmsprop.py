@@ -8,8 +8,9 @@ import torch
 
 from ..state import known_keywords
 from ..types import Empty, Params, Tree
-from .base import Transform, chain, require, require_arguments
-from .numerics import Rate, Scalar, decay_square, is_enabled, lerp, safe_sqrt, upcast, zeros_like, zeros_like_squares
+from .arguments import Decay, NonNegative, Rate
+from .base import Transform, chain
+from .numerics import decay_square, is_enabled, lerp, safe_sqrt, upcast, zeros_like, zeros_like_squares
 from .scale import decay_parts, scale_by_learning_rate
 from .sgd import trace
 from .wrappers import Mask
@@ -23,16 +24,13 @@ class ScaleByRmsState(NamedTuple):
 
 
 @known_keywords
-def scale_by_rms(decay: Scalar = 0.99, *, eps: Scalar = 1e-8, centered: bool = False) -> Transform:
+def scale_by_rms(decay: Decay = 0.99, *, eps: NonNegative = 1e-8, centered: bool = False) -> Transform:
     r"""Gradients over their root mean square, :math:`g_t / (\sqrt{v_t} + \epsilon)`, as in `torch.optim.RMSprop`.
 
     Args:
         decay: decay of the mean of squares, in [0, 1); torch's alpha.
         eps: in [0, inf), outside the root.
         centered: divide by the standard deviation, :math:`\sqrt{v_t - \bar g_t^2}`.
-
-    Raises:
-        ConfigError: a number is out of range.
 
     References:
         Hinton, 2012, Neural Networks for Machine Learning, lecture 6e; Graves, 2013 (centered).
@@ -43,8 +41,6 @@ def scale_by_rms(decay: Scalar = 0.99, *, eps: Scalar = 1e-8, centered: bool = F
         >>> tx.update(params, tx.init(params), params)[0]["w"].round(decimals=4).tolist()
         [2.0, -2.0]
     """
-    require("scale_by_rms", high=1.0, decay=decay)
-    require("scale_by_rms", eps=eps)
 
     def init(params: Params) -> ScaleByRmsState:
         return ScaleByRmsState(zeros_like_squares(params), zeros_like(params) if centered else Empty())
@@ -66,12 +62,12 @@ def scale_by_rms(decay: Scalar = 0.99, *, eps: Scalar = 1e-8, centered: bool = F
 @known_keywords
 def rmsprop(
     learning_rate: Rate = 1e-2,
-    decay: Scalar = 0.99,
-    eps: Scalar = 1e-8,
+    decay: Decay = 0.99,
+    eps: NonNegative = 1e-8,
     *,
-    momentum: Scalar = 0.0,
+    momentum: NonNegative = 0.0,
     centered: bool = False,
-    weight_decay: Scalar = 0.0,
+    weight_decay: NonNegative = 0.0,
     mask: Mask | None = None,
 ) -> Transform:
     r"""RMSprop, as `torch.optim.RMSprop`: gradients over their root mean square, with optional momentum.
@@ -87,9 +83,6 @@ def rmsprop(
         weight_decay: in [0, inf), coupled: ``weight_decay * weights`` is added to the gradient.
         mask: the parameters that decay, as in `masked`; None: all.
 
-    Raises:
-        ConfigError: a number is out of range.
-
     References:
         Hinton, 2012, Neural Networks for Machine Learning, lecture 6e; Graves, 2013 (centered).
 
@@ -100,8 +93,6 @@ def rmsprop(
         >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
         -0.2
     """
-    numbers = {"eps": eps, "momentum": momentum, "weight_decay": weight_decay}
-    require_arguments("rmsprop", learning_rate, below_one={"decay": decay}, **numbers)
     velocity = [trace(momentum)] if is_enabled(momentum) else []
     direction = scale_by_rms(decay, eps=eps, centered=centered)
     return chain(*decay_parts(weight_decay, mask), direction, *velocity, scale_by_learning_rate(learning_rate))

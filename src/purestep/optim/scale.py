@@ -3,40 +3,37 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..state import known_keywords
 from ..types import Params
-from .base import Fast, Transform, require, require_rate, stateless
-from .numerics import Rate, Scalar, add_scaled, is_enabled, multiply, rate_at, scale_in_place, zero_count
+from .arguments import NonNegative, Rate, Scalar, within
+from .base import Transform, described, stateless
+from .counts import zero_count
+from .numerics import add_scaled, is_enabled, multiply, rate_at
 from .wrappers import Mask, masked
 
 
 @known_keywords
-def scale(factor: Scalar) -> Transform:
+def scale(factor: Annotated[Scalar, within(-math.inf)]) -> Transform:
     """Multiply updates by a number; ``chain(scale(-1.0), ...)`` maximizes.
 
     Args:
-        factor: finite.
-
-    Raises:
-        ConfigError: the factor is not a finite number. For a schedule use `inject`.
+        factor: finite. For a schedule use `inject`.
 
     Example:
         >>> scale(0.5).update({"w": torch.ones(1)}, (), {})[0]["w"].item()
         0.5
     """
-    require("scale", low=-math.inf, factor=factor)
 
     def fn(updates: Params, params: Params) -> Params:
         del params  # A constant factor.
         return {name: multiply(u, factor) for name, u in updates.items()}
 
-    tx = stateless(fn, elementwise=True)
-    return tx._replace(fast=Fast(tx.update, in_place=lambda updates, params: scale_in_place(updates, factor)))
+    return described(stateless(fn, elementwise=True), "scale", factor=factor)
 
 
 class ScaleByLearningRateState(NamedTuple):
@@ -54,9 +51,6 @@ def scale_by_learning_rate(learning_rate: Rate) -> Transform:
         learning_rate: in [0, inf): a number, a 0-d tensor, or a schedule of the count of updates done. The first
             update uses ``schedule(0)``.
 
-    Raises:
-        ConfigError: a number is out of range, or the rate is one of torch's schedulers.
-
     Example:
         >>> tx = scale_by_learning_rate(lambda count: 1.0 / (count + 1))
         >>> params = {"w": torch.ones(1)}
@@ -66,7 +60,6 @@ def scale_by_learning_rate(learning_rate: Rate) -> Transform:
         >>> updates["w"].item(), state.step.item(), state.learning_rate.item()
         (-0.5, 2, 0.5)
     """
-    require_rate("scale_by_learning_rate", learning_rate)
 
     def init(params: Params) -> ScaleByLearningRateState:
         count = zero_count(params)
@@ -80,7 +73,7 @@ def scale_by_learning_rate(learning_rate: Rate) -> Transform:
         scaled = {name: multiply(u, -rate) for name, u in updates.items()}
         return scaled, ScaleByLearningRateState(state.step + 1, rate_leaf(rate, state.step))
 
-    return Transform(init, update)
+    return described(Transform(init, update), "learning_rate", learning_rate=learning_rate)
 
 
 def rate_leaf(rate: Scalar, count: Tensor) -> Tensor:
@@ -91,7 +84,7 @@ def rate_leaf(rate: Scalar, count: Tensor) -> Tensor:
 
 
 @known_keywords
-def add_decayed_weights(weight_decay: Scalar, *, mask: Mask | None = None) -> Transform:
+def add_decayed_weights(weight_decay: NonNegative, *, mask: Mask | None = None) -> Transform:
     """Weight decay: ``updates + weight_decay * params``.
 
     Before the moments this is torch's coupled weight decay (an L2 penalty); after them, the decoupled one of AdamW.
@@ -101,7 +94,7 @@ def add_decayed_weights(weight_decay: Scalar, *, mask: Mask | None = None) -> Tr
         mask: the parameters that decay, as in `masked`; None: all. See `decay_mask`.
 
     Raises:
-        ConfigError: a number is out of range; at init, the mask does not fit, as in `masked`.
+        ConfigError: at init, the mask does not fit, as in `masked`.
         StateError: at update with a mask, the state belongs to other parameters.
 
     References:
@@ -112,7 +105,6 @@ def add_decayed_weights(weight_decay: Scalar, *, mask: Mask | None = None) -> Tr
         >>> add_decayed_weights(0.1).update({"w": torch.ones(1)}, (), params)[0]["w"].item()
         1.2000000476837158
     """
-    require("add_decayed_weights", weight_decay=weight_decay)
 
     def decay(updates: Params, params: Params) -> Params:
         return {name: add_scaled(u, params[name], weight_decay) for name, u in updates.items()}
@@ -121,6 +113,7 @@ def add_decayed_weights(weight_decay: Scalar, *, mask: Mask | None = None) -> Tr
     inner = stateless(decay, elementwise=True)._replace(
         decays=lambda params: dict.fromkeys(params, is_enabled(weight_decay))
     )
+    inner = described(inner, "decay", weight_decay=weight_decay)
     return inner if mask is None else masked(inner, mask)
 
 

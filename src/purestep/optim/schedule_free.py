@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -11,24 +11,14 @@ from .. import tree
 from ..errors import StateError
 from ..state import known_keywords
 from ..types import Empty, Params, TrainState, Tree
-from .base import Transform, chain, identity, require, require_arguments, require_rate
-from .numerics import (
-    Rate,
-    Scalar,
-    adam_quotients,
-    complement_power,
-    decay_square,
-    multiply,
-    no_missed_updates,
-    rate_at,
-    scalar_dtype,
-    upcast,
-    update_count,
-    zero_count,
-    zeros_like_squares,
-)
+from .arguments import Decay, NonNegative, Rate, Scalar, within
+from .base import Norms, Transform, chain, described, identity, updated
+from .counts import bias_corrections, no_updates, zero_count
+from .numerics import adam_quotients, decay_square, multiply, rate_at, scalar_dtype, upcast, zeros_like_squares
 from .scale import decay_parts, rate_leaf
 from .wrappers import Mask
+
+_B1: TypeAlias = Annotated[Scalar, within(0.0, 1.0, "()")]
 
 
 class ScheduleFreeState(NamedTuple):
@@ -45,7 +35,7 @@ class ScheduleFreeState(NamedTuple):
 
 @known_keywords
 def schedule_free(
-    inner: Transform, learning_rate: Rate, b1: Scalar = 0.9, *, weight_lr_power: Scalar = 2.0
+    inner: Transform, learning_rate: Rate, b1: _B1 = 0.9, *, weight_lr_power: NonNegative = 2.0
 ) -> Transform:
     r"""Make a direction without momentum schedule-free, as `optax.contrib.schedule_free`.
 
@@ -64,9 +54,6 @@ def schedule_free(
         b1: :math:`\beta_1` in (0, 1).
         weight_lr_power: p in [0, inf).
 
-    Raises:
-        ConfigError: a number is out of range.
-
     References:
         Defazio et al., 2024, The Road Less Scheduled.
 
@@ -77,9 +64,6 @@ def schedule_free(
         >>> state.z["w"].item(), updates["w"].item()
         (1.0, 1.0)
     """
-    require_rate("schedule_free", learning_rate)
-    require("schedule_free", high=1.0, ends="()", b1=b1)
-    require("schedule_free", weight_lr_power=weight_lr_power)
 
     def init(params: Params) -> ScheduleFreeState:
         step = zero_count(params)
@@ -88,8 +72,10 @@ def schedule_free(
         rate = rate_leaf(rate_at(learning_rate, step), step)
         return ScheduleFreeState(step, rate, zero, zero.clone(), rate_leaf(b1, step), z, inner.init(params))
 
-    def update(updates: Params, state: ScheduleFreeState, params: Params) -> tuple[Params, ScheduleFreeState]:
-        directions, new_inner = inner.update(updates, state.inner, params)
+    def update(
+        updates: Params, state: ScheduleFreeState, params: Params, norms: Norms | None = None
+    ) -> tuple[Params, ScheduleFreeState]:
+        directions, new_inner = updated(inner, updates, state.inner, params, norms)
         rate = rate_at(learning_rate, state.step)
         leaf = rate_leaf(rate, state.step)
         max_rate = torch.maximum(state.max_rate, leaf)
@@ -110,7 +96,9 @@ def schedule_free(
         step = state.step + 1
         return new, ScheduleFreeState(step, leaf, max_rate, weight_sum, rate_leaf(b1, step), z, new_inner)
 
-    return Transform(init, update, inner.elementwise, inner.labels, inner.decays)
+    return described(
+        Transform(init, update, inner.elementwise, inner.labels, inner.decays), "schedule_free", takes_norms=True
+    )
 
 
 class ScaleByCorrectedRmsState(NamedTuple):
@@ -118,26 +106,24 @@ class ScaleByCorrectedRmsState(NamedTuple):
 
     step: Tensor  # shape=(), dtype=int64: updates done
     nu: Params  # name -> P: running mean of squared gradients
-    missed: Tree = Empty()  # Missed: for each parameter, the updates without a gradient
+    missed: Tree = Empty()  # see `counts`
 
 
-@known_keywords
-def _scale_by_corrected_rms(b2: Scalar, eps: Scalar) -> Transform:
+def _scale_by_corrected_rms(b2: Decay, eps: NonNegative) -> Transform:
     """Adam's direction with ``b1=0``, which stores no mean of gradients."""
 
     def init(params: Params) -> ScaleByCorrectedRmsState:
-        return ScaleByCorrectedRmsState(zero_count(params), zeros_like_squares(params), no_missed_updates(params))
+        return ScaleByCorrectedRmsState(**no_updates(params), nu=zeros_like_squares(params))
 
     def update(
         updates: Params, state: ScaleByCorrectedRmsState, params: Params
     ) -> tuple[Params, ScaleByCorrectedRmsState]:
         del params  # Depends on the gradients only.
-        step = state.step + 1
+        state = state._replace(step=state.step + 1)
         nu = {name: decay_square(state.nu[name], g, b2) for name, g in updates.items()}
-        own = update_count(step, state.missed, updates)
-        root_weight = complement_power(b2, own, scalar_dtype(updates)).sqrt()
+        root_weight = bias_corrections(state, updates, b2)[0].sqrt()
         new = adam_quotients(updates, updates, nu, torch.ones_like(root_weight), root_weight, eps)
-        return new, ScaleByCorrectedRmsState(step, nu, state.missed)
+        return new, state._replace(nu=nu)
 
     return Transform(init, update)
 
@@ -145,11 +131,11 @@ def _scale_by_corrected_rms(b2: Scalar, eps: Scalar) -> Transform:
 @known_keywords
 def schedule_free_sgd(
     learning_rate: Rate = 1.0,
-    b1: Scalar = 0.9,
+    b1: _B1 = 0.9,
     *,
-    weight_decay: Scalar = 0.0,
+    weight_decay: NonNegative = 0.0,
     mask: Mask | None = None,
-    weight_lr_power: Scalar = 2.0,
+    weight_lr_power: NonNegative = 2.0,
 ) -> Transform:
     r"""SGD without a schedule, as `optax.contrib.schedule_free_sgd`; evaluate `schedule_free_view`.
 
@@ -161,9 +147,6 @@ def schedule_free_sgd(
         mask: the parameters that decay, as in `masked`; None: all.
         weight_lr_power: see `schedule_free`.
 
-    Raises:
-        ConfigError: a number is out of range.
-
     References:
         Defazio et al., 2024, The Road Less Scheduled.
 
@@ -172,8 +155,6 @@ def schedule_free_sgd(
         >>> tx.update({"w": torch.ones(1)}, tx.init(params), params)[0]["w"].item()
         -0.5
     """
-    require_arguments("schedule_free_sgd", learning_rate, weight_decay=weight_decay, weight_lr_power=weight_lr_power)
-    require("schedule_free_sgd", high=1.0, ends="()", b1=b1)
     inner = chain(identity(), *decay_parts(weight_decay, mask))
     return schedule_free(inner, learning_rate, b1, weight_lr_power=weight_lr_power)
 
@@ -181,13 +162,13 @@ def schedule_free_sgd(
 @known_keywords
 def schedule_free_adamw(
     learning_rate: Rate = 2.5e-3,
-    b1: Scalar = 0.9,
-    b2: Scalar = 0.999,
-    eps: Scalar = 1e-8,
+    b1: _B1 = 0.9,
+    b2: Decay = 0.999,
+    eps: NonNegative = 1e-8,
     *,
-    weight_decay: Scalar = 0.0,
+    weight_decay: NonNegative = 0.0,
     mask: Mask | None = None,
-    weight_lr_power: Scalar = 2.0,
+    weight_lr_power: NonNegative = 2.0,
 ) -> Transform:
     r"""AdamW without a schedule, as `optax.contrib.schedule_free_adamw`; evaluate `schedule_free_view`.
 
@@ -203,9 +184,6 @@ def schedule_free_adamw(
         mask: the parameters that decay, as in `masked`; None: all.
         weight_lr_power: see `schedule_free`.
 
-    Raises:
-        ConfigError: a number is out of range.
-
     References:
         Defazio et al., 2024, The Road Less Scheduled.
 
@@ -214,10 +192,6 @@ def schedule_free_adamw(
         >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
         -0.1
     """
-    below = {"b2": b2}
-    others = {"eps": eps, "weight_decay": weight_decay, "weight_lr_power": weight_lr_power}
-    require_arguments("schedule_free_adamw", learning_rate, below_one=below, **others)
-    require("schedule_free_adamw", high=1.0, ends="()", b1=b1)
     inner = chain(_scale_by_corrected_rms(b2, eps), *decay_parts(weight_decay, mask))
     return schedule_free(inner, learning_rate, b1, weight_lr_power=weight_lr_power)
 

@@ -10,21 +10,10 @@ from torch import Tensor
 from ..errors import ConfigError
 from ..state import known_keywords
 from ..types import Empty, Params, Tree
-from . import kernels
-from .base import Transform, chain, require, require_arguments
-from .numerics import (
-    Rate,
-    Scalar,
-    add_scaled,
-    by_name,
-    is_enabled,
-    multiply,
-    no_missed_updates,
-    scalar_dtype,
-    update_count,
-    zero_count,
-    zeros_like,
-)
+from .arguments import NonNegative, Rate, Scalar
+from .base import Transform, chain, described
+from .counts import no_updates, update_counts
+from .numerics import add_scaled, by_name, is_enabled, multiply, scalar_dtype, zeros_like
 from .scale import decay_parts, scale_by_learning_rate
 from .wrappers import Mask
 
@@ -34,12 +23,16 @@ class TraceState(NamedTuple):
 
     step: Tree  # shape=(), dtype=int64: updates done; Empty without dampening
     trace: Params  # name -> P: the decaying sum of updates
-    missed: Tree = Empty()  # with dampening, Missed: for each parameter, the updates without a gradient
+    missed: Tree = Empty()  # see `counts`
 
 
 @known_keywords
 def trace(
-    decay: Scalar, *, nesterov: bool = False, dampening: Scalar = 0.0, accumulator_dtype: torch.dtype | None = None
+    decay: NonNegative,
+    *,
+    nesterov: bool = False,
+    dampening: NonNegative = 0.0,
+    accumulator_dtype: torch.dtype | None = None,
 ) -> Transform:
     """Momentum: ``b = decay * b + (1 - dampening) * g``; the update is ``b``, or ``g + decay * b`` with Nesterov.
 
@@ -52,7 +45,7 @@ def trace(
         accumulator_dtype: dtype of the sum; None: each parameter's.
 
     Raises:
-        ConfigError: a number is out of range, or Nesterov momentum is combined with dampening.
+        ConfigError: Nesterov momentum is combined with dampening.
 
     Example:
         >>> tx = trace(0.5)
@@ -61,31 +54,27 @@ def trace(
         >>> tx.update(params, state, params)[0]["w"].item()
         1.5
     """
-    require("trace", decay=decay, dampening=dampening)
     if nesterov and not isinstance(dampening, Tensor) and dampening != 0:
         raise ConfigError(f"nesterov=True needs dampening=0, not {dampening}", where="trace", hint="dampening=0.0")
     is_dampened = isinstance(dampening, Tensor) or dampening != 0
 
     def init(params: Params) -> TraceState:
         total = zeros_like(params, accumulator_dtype)
-        return (
-            TraceState(zero_count(params), total, no_missed_updates(params))
-            if is_dampened
-            else TraceState(Empty(), total)
-        )
+        return TraceState(**no_updates(params), trace=total) if is_dampened else TraceState(Empty(), total)
 
     def update(updates: Params, state: TraceState, params: Params) -> tuple[Params, TraceState]:
         del params  # Depends on the gradients only.
         kept: dict[str, Any] = dict.fromkeys(updates, 1.0)
         if is_dampened:
-            later = update_count(state.step, state.missed, updates) > 0
+            later = update_counts(state, updates) > 0
             kept = by_name(1.0 - later.to(scalar_dtype(updates)) * dampening, updates)
         new = {name: _accumulate(state.trace[name], u, decay, kept[name]) for name, u in updates.items()}
         ahead = {name: add_scaled(u, new[name], decay) for name, u in updates.items()} if nesterov else new
         step = state.step + 1 if is_dampened else state.step
-        return {name: ahead[name].to(u.dtype) for name, u in updates.items()}, TraceState(step, new, state.missed)
+        return {name: ahead[name].to(u.dtype) for name, u in updates.items()}, state._replace(step=step, trace=new)
 
-    return Transform(init, update)
+    tx = Transform(init, update)
+    return tx if is_dampened else described(tx, "trace", momentum=decay, nesterov=nesterov)
 
 
 def _accumulate(total: Tensor, update: Tensor, decay: Scalar, kept: Scalar) -> Tensor:
@@ -96,11 +85,11 @@ def _accumulate(total: Tensor, update: Tensor, decay: Scalar, kept: Scalar) -> T
 @known_keywords
 def sgd(
     learning_rate: Rate = 1e-3,
-    momentum: Scalar = 0.0,
+    momentum: NonNegative = 0.0,
     nesterov: bool = False,
     *,
-    dampening: Scalar = 0.0,
-    weight_decay: Scalar = 0.0,
+    dampening: NonNegative = 0.0,
+    weight_decay: NonNegative = 0.0,
     mask: Mask | None = None,
 ) -> Transform:
     r"""Stochastic gradient descent, as `torch.optim.SGD`: :math:`\theta_t = \theta_{t-1} - \gamma b_t`.
@@ -114,7 +103,7 @@ def sgd(
         mask: the parameters that decay, as in `masked`; None: all.
 
     Raises:
-        ConfigError: a number is out of range, or Nesterov is combined with no momentum or with dampening.
+        ConfigError: Nesterov is combined with no momentum or with dampening.
 
     References:
         Sutskever et al., 2013, On the importance of initialization and momentum in deep learning.
@@ -125,13 +114,9 @@ def sgd(
         >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
         -0.1
     """
-    require_arguments("sgd", learning_rate, momentum=momentum, dampening=dampening, weight_decay=weight_decay)
     if nesterov and not is_enabled(momentum):
         raise ConfigError("nesterov=True needs momentum", where="sgd", hint="momentum=0.9")
     if nesterov and not isinstance(dampening, torch.Tensor) and dampening != 0:
         raise ConfigError(f"nesterov=True needs dampening=0, not {dampening}", where="sgd", hint="dampening=0.0")
     velocity = [trace(momentum, nesterov=nesterov, dampening=dampening)] if is_enabled(momentum) else []
-    whole = chain(*decay_parts(weight_decay, mask), *velocity, scale_by_learning_rate(learning_rate))
-    if isinstance(dampening, Tensor) or dampening != 0:
-        return whole
-    return whole._replace(fast=kernels.sgd(whole, learning_rate, momentum, nesterov, weight_decay))
+    return chain(*decay_parts(weight_decay, mask), *velocity, scale_by_learning_rate(learning_rate))

@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, TypeAlias
+from typing import Annotated, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from ..state import check_count, known_keywords
+from ..state import known_keywords
 from ..torch_ext import tracing
 from ..types import Empty, Params, Tree
-from .base import Transform, chain, require, require_arguments
+from .arguments import Decay, NonNegative, Rate, at_least
+from .base import Transform, chain
+from .counts import no_updates, update_counts
 from .numerics import (
-    Rate,
-    Scalar,
     by_name,
     complement_power,
     decay_square,
     in_dtype,
     lerp,
-    no_missed_updates,
     safe_sqrt,
     scalar_dtype,
     upcast,
     upcast_dtype,
-    update_count,
-    zero_count,
     zeros_like,
     zeros_like_squares,
 )
@@ -45,18 +42,18 @@ class ScaleBySoapState(NamedTuple):
     nu: Params  # name -> P: mean of squared gradients, in the eigenbasis
     gram: Matrices  # mean of the gradient's products with itself
     basis: Matrices  # eigenvectors of `gram` as columns, by falling eigenvalue
-    missed: Tree = Empty()  # Missed: for each parameter, the updates without a gradient
+    missed: Tree = Empty()  # see `counts`
 
 
 @known_keywords
 def scale_by_soap(
-    b1: Scalar = 0.95,
-    b2: Scalar = 0.95,
-    eps: Scalar = 1e-8,
+    b1: Decay = 0.95,
+    b2: Decay = 0.95,
+    eps: NonNegative = 1e-8,
     *,
-    shampoo_beta: Scalar | None = None,
-    precondition_frequency: int = 10,
-    max_precond_dim: int = 10_000,
+    shampoo_beta: Decay | None = None,
+    precondition_frequency: Annotated[int, at_least(1)] = 10,
+    max_precond_dim: Annotated[int, at_least(1)] = 10_000,
 ) -> Transform:
     r"""Adam's direction in the eigenbasis of Shampoo's preconditioner.
 
@@ -75,9 +72,6 @@ def scale_by_soap(
         precondition_frequency: updates between two computations of the bases, at least 1.
         max_precond_dim: a larger dimension (a vocabulary) is not rotated, at least 1.
 
-    Raises:
-        ConfigError: a number is out of range.
-
     References:
         Vyas et al., 2024, SOAP: Improving and Stabilizing Shampoo using Adam.
 
@@ -88,21 +82,18 @@ def scale_by_soap(
         >>> [[round(value, 4) for value in u["w"].diagonal().tolist()] for u in (first, second)]
         [[0.0, 0.0], [1.0, 1.0]]
     """
-    require("scale_by_soap", high=1.0, b1=b1, b2=b2, shampoo_beta=b2 if shampoo_beta is None else shampoo_beta)
-    require("scale_by_soap", eps=eps)
-    _require_counts("scale_by_soap", precondition_frequency, max_precond_dim)
     beta = b2 if shampoo_beta is None else shampoo_beta
 
     def init(params: Params) -> ScaleBySoapState:
         zeros = {name: _zeros(param, max_precond_dim) for name, param in params.items()}
         bases = {name: tuple(map(_identity_like, each)) for name, each in zeros.items()}
-        means = zeros_like(params), zeros_like_squares(params)
-        return ScaleBySoapState(zero_count(params), *means, zeros, bases, no_missed_updates(params))
+        mu, nu = zeros_like(params), zeros_like_squares(params)
+        return ScaleBySoapState(**no_updates(params), mu=mu, nu=nu, gram=zeros, basis=bases)
 
     def update(updates: Params, state: ScaleBySoapState, params: Params) -> tuple[Params, ScaleBySoapState]:
         del params  # Not needed.
-        step, dtype = state.step + 1, scalar_dtype(updates)
-        count = update_count(step, state.missed, updates) - 1  # without the first one
+        dtype = scalar_dtype(updates)
+        count = update_counts(state, updates)  # without this one, as the first one changes nothing
         begun, rank = by_name(count > 0, updates), {name: _dims(u, max_precond_dim) for name, u in updates.items()}
         correction = complement_power(b2, count, dtype).sqrt() / complement_power(b1, count, dtype)
         factors = by_name(torch.where(count > 0, correction, torch.zeros_like(correction)), updates)
@@ -125,7 +116,7 @@ def scale_by_soap(
                 for old, product in zip(state.gram[name], products, strict=True)
             )
         basis, nu = _refreshed(gram, state.basis, nu, rank, by_name(count, updates), precondition_frequency)
-        return new, ScaleBySoapState(step, mu, nu, gram, basis, state.missed)
+        return new, state._replace(step=state.step + 1, mu=mu, nu=nu, gram=gram, basis=basis)
 
     return Transform(init, update, elementwise=False)
 
@@ -133,15 +124,15 @@ def scale_by_soap(
 @known_keywords
 def soap(
     learning_rate: Rate = 3e-3,
-    b1: Scalar = 0.95,
-    b2: Scalar = 0.95,
-    eps: Scalar = 1e-8,
+    b1: Decay = 0.95,
+    b2: Decay = 0.95,
+    eps: NonNegative = 1e-8,
     *,
-    weight_decay: Scalar = 0.01,
+    weight_decay: NonNegative = 0.01,
     mask: Mask | None = None,
-    shampoo_beta: Scalar | None = None,
-    precondition_frequency: int = 10,
-    max_precond_dim: int = 10_000,
+    shampoo_beta: Decay | None = None,
+    precondition_frequency: Annotated[int, at_least(1)] = 10,
+    max_precond_dim: Annotated[int, at_least(1)] = 10_000,
 ) -> Transform:
     """SOAP, as its authors' code: Adam in the eigenbasis of Shampoo's preconditioner.
 
@@ -166,9 +157,6 @@ def soap(
         precondition_frequency: updates between two computations of the bases, at least 1.
         max_precond_dim: a larger dimension is not rotated, at least 1.
 
-    Raises:
-        ConfigError: a number is out of range.
-
     References:
         Vyas et al., 2024, SOAP: Improving and Stabilizing Shampoo using Adam.
 
@@ -181,9 +169,6 @@ def soap(
         >>> seen
         [0.0, -0.5]
     """
-    below = {"b1": b1, "b2": b2} | ({} if shampoo_beta is None else {"shampoo_beta": shampoo_beta})
-    require_arguments("soap", learning_rate, below_one=below, eps=eps, weight_decay=weight_decay)
-    _require_counts("soap", precondition_frequency, max_precond_dim)
     direction = scale_by_soap(
         b1,
         b2,
@@ -193,11 +178,6 @@ def soap(
         max_precond_dim=max_precond_dim,
     )
     return chain(direction, *decay_parts(weight_decay, mask), scale_by_learning_rate(learning_rate))
-
-
-def _require_counts(where: str, precondition_frequency: int, max_precond_dim: int) -> None:
-    check_count(where, least=1, cure="10 is the default", precondition_frequency=precondition_frequency)
-    check_count(where, least=1, cure="10000 is the default", max_precond_dim=max_precond_dim)
 
 
 def _dims(param: Tensor, most: int) -> tuple[int, ...]:

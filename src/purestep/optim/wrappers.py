@@ -7,7 +7,7 @@ without leaves. ``update`` uses only these names, so it also works on flat buffe
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
@@ -16,7 +16,7 @@ from ..errors import ConfigError, StateError
 from ..model import unwrapped
 from ..state import known_keywords, nearest, nearest_names
 from ..types import Empty, Labels, Params, Tree
-from .base import Fast, Kernel, Launch, Transform, fast_of, stateless
+from .base import Norms, Transform, described, stateless, unknown, updated
 
 Mask: TypeAlias = str | Mapping[str, bool] | Callable[[Params], Mapping[str, bool]]
 """A regular expression searched in names; name -> bool; or a function ``params -> {name: bool}``."""
@@ -55,8 +55,10 @@ def masked(inner: Transform, mask: Mask) -> Transform:
     def init(params: Params) -> MaskedState:
         return _init_selected(inner, [name for name, chosen in _resolve(mask, params).items() if chosen], params)
 
-    def update(updates: Params, state: MaskedState, params: Params) -> tuple[Params, MaskedState]:
-        changed, new_state = _update_selected(inner, updates, state, params)
+    def update(
+        updates: Params, state: MaskedState, params: Params, norms: Norms | None = None
+    ) -> tuple[Params, MaskedState]:
+        changed, new_state = _update_selected(inner, updates, state, params, norms)
         return {name: changed.get(name, u) for name, u in updates.items()}, new_state
 
     def labels(params: Params) -> Labels:
@@ -69,7 +71,8 @@ def masked(inner: Transform, mask: Mask) -> Transform:
         within = inner.decays({name: param for name, param in params.items() if chosen[name]})
         return {name: within.get(name, False) for name in params}
 
-    return Transform(init, update, inner.elementwise, labels, decays)
+    whole = Transform(init, update, inner.elementwise, labels, decays)
+    return described(whole, "masked", takes_norms=True, inner=inner)
 
 
 @known_keywords
@@ -142,11 +145,13 @@ def partition(transforms: Mapping[str, Transform], labels: Rules) -> Transform:
         names = {label: [name for name in params if label_of[name] == label] for label in transforms}
         return PartitionState({label: _init_selected(tx, names[label], params) for label, tx in transforms.items()})
 
-    def update(updates: Params, state: PartitionState, params: Params) -> tuple[Params, PartitionState]:
+    def update(
+        updates: Params, state: PartitionState, params: Params, norms: Norms | None = None
+    ) -> tuple[Params, PartitionState]:
         changed: Params = {}
         groups: dict[str, MaskedState] = {}
         for label, tx in transforms.items():
-            new, groups[label] = _update_selected(tx, updates, state.groups[label], params)
+            new, groups[label] = _update_selected(tx, updates, state.groups[label], params, norms)
             changed.update(new)
         return {name: changed[name] for name in updates}, PartitionState(groups)
 
@@ -166,43 +171,7 @@ def partition(transforms: Mapping[str, Transform], labels: Rules) -> Transform:
         return {name: result[name] for name in params}
 
     whole = Transform(init, update, all(tx.elementwise for tx in transforms.values()), group_labels, decays)
-    kernel = _kernel_of_groups({label: fast_of(tx).kernel for label, tx in transforms.items()})
-    return whole._replace(fast=Fast(update, kernel=kernel))
-
-
-def _kernel_of_groups(kernels: Mapping[str, Kernel | None]) -> Kernel | None:
-    """The kernels of the groups, one after another; None if a group has none."""
-    own = {label: kernel for label, kernel in kernels.items() if kernel is not None}
-    if len(own) < len(kernels):
-        return None
-
-    def kernel(updates: Params, state: PartitionState, params: Params) -> Launch | None:
-        launches: dict[str, Launch] = {}
-        for label, group in state.groups.items():
-            if group.selected:
-                if any(name not in updates for name in group.selected):
-                    return None  # `update` raises the error
-                launch = own[label](_chosen(updates, group), group.inner, _chosen(params, group))
-                if launch is None:
-                    return None
-                launches[label] = launch
-
-        def run(updates: Params, ready: Any, owned: bool, unused: Collection[str]) -> tuple[Params, PartitionState]:
-            changed: Params = {}
-            groups = dict(state.groups)
-            for label, launch in launches.items():
-                new, inner = launch.run(_chosen(updates, groups[label]), ready, owned, unused)
-                changed.update(new)
-                groups[label] = MaskedState(groups[label].selected, inner)
-            return {name: changed[name] for name in params}, PartitionState(groups)
-
-        return Launch([rate for launch in launches.values() for rate in launch.rates], run)
-
-    return kernel
-
-
-def _chosen(named: Params, group: MaskedState) -> Params:
-    return {name: value for name, value in named.items() if name in group.selected}
+    return described(whole, "partition", takes_norms=True, transforms=transforms)
 
 
 def _init_selected(inner: Transform, names: Iterable[str], params: Params) -> MaskedState:
@@ -211,15 +180,16 @@ def _init_selected(inner: Transform, names: Iterable[str], params: Params) -> Ma
 
 
 def _update_selected(
-    inner: Transform, updates: Params, state: MaskedState, params: Params
+    inner: Transform, updates: Params, state: MaskedState, params: Params, norms: Norms | None
 ) -> tuple[Params, MaskedState]:
     if not state.selected:
         return {}, state
-    unknown = next((name for name in state.selected if name not in updates), None)
-    if unknown is not None:
-        raise StateError("the optimizer state belongs to other parameters", where=unknown, hint="tx.init(params)")
+    missing = next((name for name in state.selected if name not in updates), None)
+    if missing is not None:
+        raise StateError("the optimizer state belongs to other parameters", where=missing, hint="tx.init(params)")
     chosen = {name: updates[name] for name in updates if name in state.selected}
-    changed, new_inner = inner.update(chosen, state.inner, {name: params[name] for name in chosen})
+    own = {name: params[name] for name in chosen}
+    changed, new_inner = updated(inner, chosen, state.inner, own, unknown(norms))
     return changed, MaskedState(state.selected, new_inner)
 
 

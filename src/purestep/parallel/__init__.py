@@ -5,13 +5,10 @@ placement    which leaves of a state are cut, where, and how the whole is put to
 collectives  operators that graphs may contain, and their gradients
 distribute   the steps of a program with these collectives
 units        blocks that gather their own parameters, in the forward and in the backward pass
-batchnorm    batch normalization by the statistics of all rows
-tensorwise   tensor parallel by torch's styles
-running_pass the forward and backward pass that runs, for layers that communicate
+batchnorm    batch normalization by the statistics of all rows, and the pass that runs
+tensor_parallel   tensor parallel by torch's styles
 loaders      how the batches of a loader without indices are divided
-agreement    numbers that all hosts exchange once a call, and checks that processes are the same
-host         one process decides, or the error of one is raised by all
-peers        processes that are gone
+processes    what they tell each other on the host: numbers, values, errors, and checks that they are the same
 """
 
 from __future__ import annotations

@@ -1,17 +1,41 @@
-"""Batch normalization with the statistics of all processes' rows."""
+"""Batch normalization with the statistics of all processes' rows, and the pass that runs, which it reads."""
 
 from __future__ import annotations
 
 import types
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError
-from . import collectives, running_pass
+from . import collectives
 
 _FORWARDS = {kind.forward for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)}
+
+
+class Pass:
+    """One forward and backward pass."""
+
+    def __init__(self, counts: Tensor | None) -> None:
+        self.counts = counts  # shape=(): 0 if the rows only stand in for an empty share; None: they count
+        self.weight: Tensor | None = None  # shape=(): of the loss; set at the end of the forward pass
+
+
+_running: list[Pass] = []  # not by thread: on CUDA another thread runs the backward pass
+
+
+@contextmanager
+def running(counts: Tensor | None) -> Generator[Pass]:
+    """A pass in which synchronized layers know the rows that count, and the weight of the loss."""
+    one = Pass(counts)
+    _running.append(one)
+    try:
+        yield one
+    finally:
+        _running.remove(one)
 
 
 def trained(module: nn.Module) -> list[str]:
@@ -44,9 +68,9 @@ def _forward(layer: Any, x: Tensor) -> Tensor:
     """`F.batch_norm` in train mode, over the rows of all processes that count. (N, C, ...) -> the same."""
     if x.dim() < 2:
         raise ValueError(f"{type(layer).__name__} expects (N, C, ...), not {list(x.shape)}")
-    call = running_pass.current()
+    current = _running[-1] if _running else Pass(None)
     values = x.double() if x.dtype == torch.float64 else x.float()
-    mean, variance, count = _statistics(values, call)
+    mean, variance, count = _statistics(values, current.counts)
     _track(layer, mean.detach(), variance.detach(), count)
     shape = [1, -1, *[1] * (x.dim() - 2)]
     result = (values - mean.view(shape)) * (variance + layer.eps).rsqrt().view(shape)
@@ -54,23 +78,23 @@ def _forward(layer: Any, x: Tensor) -> Tensor:
         result = result * layer.weight.to(values.dtype).view(shape)
     if layer.bias is not None:
         result = result + layer.bias.to(values.dtype).view(shape)
-    return _of_counted(result.to(x.dtype), call)
+    return _of_counted(result.to(x.dtype), current)
 
 
-def _statistics(x: Tensor, call: running_pass.Call) -> tuple[Tensor, Tensor, Tensor]:
+def _statistics(x: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and variance of each channel, (C,), and the number of values of a channel, (): one small collective."""
     dims = [0, *range(2, x.dim())]
     size = x.numel() // max(x.shape[1], 1)
-    own = x.new_full((1,), float(size)) if call.counts is None else (call.counts > 0).to(x.dtype).reshape(1) * size
+    own = x.new_full((1,), float(size)) if counts is None else (counts > 0).to(x.dtype).reshape(1) * size
     center = x.mean(dims)
     squares = (x - center.view([1, -1, *[1] * (x.dim() - 2)])).square().sum(dims)
     rows = collectives.gathered(torch.cat([center, squares, own]).unsqueeze(0), "batch")
-    centers, sums, counts = rows.split([x.shape[1], x.shape[1], 1], dim=1)
-    held = counts > 0
-    count = counts.sum()
+    centers, sums, numbers = rows.split([x.shape[1], x.shape[1], 1], dim=1)
+    held = numbers > 0
+    count = numbers.sum()
     total = count.clamp(min=1.0)
-    mean = (torch.where(held, centers, torch.zeros_like(centers)) * (counts / total)).sum(0)
-    spread = torch.where(held, sums + counts * (centers - mean).square(), torch.zeros_like(sums))
+    mean = (torch.where(held, centers, torch.zeros_like(centers)) * (numbers / total)).sum(0)
+    spread = torch.where(held, sums + numbers * (centers - mean).square(), torch.zeros_like(sums))
     return mean, spread.sum(0) / total, count
 
 
@@ -88,24 +112,24 @@ def _track(layer: Any, mean: Tensor, variance: Tensor, count: Tensor) -> None:
         running.copy_((1 - factor) * running + factor * found.to(running.dtype))
 
 
-def _of_counted(value: Tensor, call: running_pass.Call) -> Tensor:
+def _of_counted(value: Tensor, current: Pass) -> Tensor:
     """The value. A loss of weight 0 is 0/0: its gradient, which would reach all processes, is dropped."""
+    return _Counted.apply(value, current)  # pyright: ignore[reportReturnType]
 
-    class Counted(torch.autograd.Function):
-        @staticmethod
-        def forward(value: Tensor) -> Tensor:
-            return value.view_as(value)
 
-        @staticmethod
-        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-            """Nothing is saved."""
+class _Counted(torch.autograd.Function):
+    @staticmethod
+    def forward(value: Tensor, current: Pass) -> Tensor:
+        return value.view_as(value)
 
-        @staticmethod
-        def backward(ctx: Any, *grads: Tensor) -> Tensor:
-            (grad,) = grads
-            if call.weight is None:
-                return grad
-            # Other processes' losses reach this layer through a later one: they are finite, and stay.
-            return torch.where((call.weight > 0) | (grad.abs() < torch.inf), grad, torch.zeros_like(grad))
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.current = inputs[1]
 
-    return Counted.apply(value)  # pyright: ignore[reportReturnType]
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        grad, weight = grads[0], ctx.current.weight
+        if weight is None:
+            return grad, None
+        # Other processes' losses reach this layer through a later one: they are finite, and stay.
+        return torch.where((weight > 0) | (grad.abs() < torch.inf), grad, torch.zeros_like(grad)), None

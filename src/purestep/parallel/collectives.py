@@ -18,7 +18,7 @@ from torch import Tensor, library
 
 from ..torch_ext import tracing
 from . import mesh as meshes
-from .peers import answered
+from .processes import answered
 
 
 def all_reduce(value: Tensor, axis: str, op: str = "sum") -> Tensor:
@@ -116,7 +116,7 @@ def _all_gather(value: Tensor, width: int, axis: str, after: Tensor | None = Non
     found = value.new_empty((value.shape[0] * width, *value.shape[1:]))
     group = meshes.group(axis)
     with answered("all_gather"):
-        _gather_into()(found, value.contiguous(), group=group)
+        _torchs("all_gather_single", "all_gather_into_tensor")(found, value.contiguous(), group=group)
     return found
 
 
@@ -134,7 +134,7 @@ def _reduce_scatter(value: Tensor, width: int, axis: str, after: Tensor | None =
     found = value.new_empty((value.shape[0] // width, *value.shape[1:]))
     group = meshes.group(axis)
     with answered("reduce_scatter"):
-        _scatter_into()(found, value.contiguous(), group=group)
+        _torchs("reduce_scatter_single", "reduce_scatter_tensor")(found, value.contiguous(), group=group)
     return found
 
 
@@ -153,14 +153,6 @@ def keep_in_graphs() -> None:
         has_side_effect(getattr(torch.ops.purestep, name).default)
 
 
-def _gather_into() -> Any:
-    return _renamed("all_gather_single", "all_gather_into_tensor")
-
-
-def _scatter_into() -> Any:
-    return _renamed("reduce_scatter_single", "reduce_scatter_tensor")
-
-
-def _renamed(new: str, old: str) -> Any:
+def _torchs(new: str, old: str) -> Any:
     """A collective whose name torch 2.13 changed; it warns of the old one."""
     return getattr(dist, new, None) or getattr(dist, old)

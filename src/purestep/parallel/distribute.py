@@ -17,8 +17,8 @@ from ..metrics import Gathered
 from ..optim import base, numerics
 from ..state import check_choice, known_keywords
 from ..types import Batch, Exchange, Form, Labels, Metrics, Params, Program, Share, Static, TrainState, Tree
-from . import agreement, collectives, placement, running_pass, tensorwise
 from . import batchnorm as batchnorms
+from . import collectives, placement, processes, tensor_parallel
 from . import mesh as meshes
 from . import units as blocks
 from .mesh import Mesh
@@ -37,7 +37,7 @@ def distribute(
     params: str | Rules = "replicate",
     units: Sequence[str] = (),
     batchnorm: str | None = None,
-    tensor: tensorwise.Plan | None = None,
+    tensor: tensor_parallel.Plan | None = None,
 ) -> Program:
     """Return the program for the processes of a mesh. Every step equals one process's step on the whole batch, up to
     rounding, dropout, and ``batchnorm="average"``.
@@ -99,78 +99,43 @@ def distribute(
     is_cut = _chosen(params, static.trained)
     is_synced = _check_batchnorm(batchnorm, static.module)
     if tensor is not None:
-        tensorwise.check(tensor, static.module)
+        tensor_parallel.check(tensor, static.module)
     unit_names = blocks.names_of(units, static.module)
     if mesh.size == 1:
         return program
     _check_mesh(mesh, params, tensor, cuts=any(map(is_cut, static.trained)))
     collectives.keep_in_graphs()
-    inner, spreads = static, dict[str, tensorwise.Spread]()
+
+    # Layers that communicate, in copies of the model's modules.
+    inner, splits = static, dict[str, tensor_parallel.Split]()
     if is_synced and mesh.batch_size > 1:
-        inner = _rewritten(inner, batchnorms.synchronize)
-    measured = inner  # takes whole weights
+        inner = _changed(inner, batchnorms.synchronize)
+    statistics = inner.statistics  # of whole weights
     if tensor is not None:
-        inner = _rewritten(inner, tensorwise.parallelized(tensor, meshes.axis_mesh("tensor")))
-        spreads = tensorwise.spreads(inner.module, mesh.tensor, static.frozen)
+        inner = _changed(inner, tensor_parallel.parallelized(tensor, meshes.axis_mesh("tensor")))
+        splits = tensor_parallel.splits(inner.module, mesh.tensor, static.frozen)
+    dims = {name: split.dim for name, split in splits.items() if split.dim >= 0}
     whole = program.init(device="meta")
-    sums_once = not any(map(is_cut, static.trained))
-    dims = {name: spread.dim for name, spread in spreads.items() if spread.dim >= 0}
-    layout = placement.layout_of(
-        whole, is_cut, mesh.shard, mesh.data, sums_once=sums_once, tensor=mesh.tensor, dims=dims
-    )
+    layout = placement.layout_of(whole, is_cut, mesh.shard, mesh.data, tensor=mesh.tensor, dims=dims)
     if static.tx.elementwise and not all(leaf.is_whole for leaf in layout.leaves):
         _check_elementwise(static.tx, layout.leaves)
-    by_unit = blocks.leaves_of(unit_names, layout.leaves, static.ties)
-    hidden = frozenset(leaf.name for leaves in by_unit.values() for leaf in leaves)
-    if by_unit:
-        inner = _rewritten(inner, blocks.gathering(_units(by_unit, layout, spreads, mesh)))
-    processes = _Processes(mesh, layout, inner, spreads, hidden, is_seeded=is_synced or bool(by_unit))
-    form = processes.form(Form(lambda stored: stored, lambda named: named))
-    steps = inner.steps(form)
+    in_units = blocks.leaves_of(unit_names, layout.leaves, static.ties)
+    if in_units:
+        inner = _changed(inner, blocks.gathering(_units(in_units, layout, splits)))
 
-    def init(seed: int = 0, device: torch.device | str | None = None) -> TrainState:
-        """This process's part of the state before the first step, which every process calls; see `Program`.
-
-        If ``device`` is None, it is on the device of the mesh, since NCCL cannot send tensors of the CPU.
-        """
-        device = "cuda" if device is None and mesh.device_type == "cuda" else device
-        state = cast(Callable[..., TrainState], program.init)(seed, device)
-        _check_weights(state)
-        return placement.part(layout, state)
-
-    def eval_step(state: TrainState, batch: Batch, *context: Any, index: int = 0) -> Metrics:
-        """The metrics of all processes; see `Program`. Gathered outputs are those of this process's rows, also of a row
-        that stands in for an empty share: `evaluate` joins them at its end."""
-        chosen = placement.weights(ema_.to_evaluate(state))
-        metrics = cast(Callable[..., Metrics], program.eval_step)(chosen, batch, *context, index=index)
-        own = {name: value for name, value in metrics.items() if isinstance(value, Gathered)}
-        leaves, treedef = tree.flatten({name: value for name, value in metrics.items() if name not in own})
-        found = processes.sums(leaves)
-        joined = tree.unflatten(treedef, [new.to(old.dtype) for new, old in zip(found, leaves, strict=True)])
-        return {name: own[name] if name in own else joined[name] for name in metrics}
-
-    def bind(state: TrainState, view: str | None = None, train: bool = False) -> Callable[..., Any]:
-        """A callable with the whole weights, gathered now: every process calls it; see `Program`."""
-        chosen = placement.weights(ema_.view(state, "params" if train and view is None else view))
-        return cast(Callable[..., Any], program.bind)(chosen, train=train)
-
-    def gradient(state: TrainState, batch: Batch) -> Params:
-        """The whole gradient of all processes' rows; see `Static`."""
-        return processes.whole(cast(Callable[..., Params], inner.gradient)(state, batch, form))
-
-    def statistics(state: TrainState, view: str | None) -> Any:
-        return cast(Callable[..., Any], measured.statistics)(state, view, form.exchange, placement.weights)
-
+    hidden = frozenset(leaf.name for leaves in in_units.values() for leaf in leaves)
+    own = _Distributed(program, inner, mesh, layout, splits, hidden, is_seeded=is_synced or bool(in_units))
+    steps = inner.steps(own.form(Form(lambda stored: stored, lambda named: named)))
     fixed = static._replace(
-        gradient=gradient,
-        statistics=statistics,
-        labels=None if static.labels is None else processes.labels,
-        steps=lambda form: inner.steps(processes.form(form)),
-        stream=processes.stream,
+        gradient=own.gradient,
+        statistics=lambda state, view: cast(Any, statistics)(state, view, own.exchange, placement.weights),
+        labels=None if static.labels is None else own.labels,
+        steps=lambda form: inner.steps(own.form(form)),
+        stream=own.exchange.stream,
     )
     for function in steps:  # read by compile_step
         vars(function)["static"] = fixed
-    return Program(steps.train_step, steps.flush, eval_step, init, bind, fixed)
+    return Program(steps.train_step, steps.flush, own.eval_step, own.init, own.bind, fixed)
 
 
 def share(batch: Batch, mesh: Mesh) -> Share:
@@ -266,48 +231,240 @@ def _check_elementwise(tx: Any, leaves: Sequence[Leaf]) -> None:
     """
     random = torch.Generator().manual_seed(0)
 
-    def values() -> Params:
-        shapes = {leaf.name: (4, *[2] * (len(leaf.shape) - 1)) for leaf in leaves if leaf.shape}
-        return {name: torch.randn(shape, generator=random, dtype=torch.float64) for name, shape in shapes.items()}
+    norms = base.Norms(lambda _: torch.ones((), dtype=torch.float64))
+
+    def values(size: float) -> Params:
+        shapes = {leaf.name: [4, *[2] * (len(leaf.shape) - 1)] if leaf.shape else [] for leaf in leaves}
+        return {n: size * torch.randn(shape, generator=random, dtype=torch.float64) for n, shape in shapes.items()}
+
+    def half(value: Tensor) -> Tensor:
+        return value[:2].clone() if value.dim() else value
 
     def updates(grads: Params, params: Params) -> Params:
-        with base.norm_of_pieces(lambda _: torch.ones((), dtype=torch.float64)):
-            return tx.update(grads, tx.init(params), params)[0]
+        return base.updated(tx, grads, tx.init(params), params, norms)[0]
 
-    grads, params = values(), values()
-    halves = [{name: value[:2].clone() for name, value in named.items()} for named in (grads, params)]
+    grads, params = values(1e4), values(1.0)  # large gradients: clipping changes them
+    halves = [{name: half(value) for name, value in named.items()} for named in (grads, params)]
     try:
         whole, pieces = updates(grads, params), updates(*halves)
-    except Exception:  # made for these very parameters: the comparison says nothing
+    except (KeyError, IndexError, ValueError, RuntimeError):  # it is made for the very shapes of this model
         return
-    differing = [name for name, value in pieces.items() if not torch.allclose(whole[name][:2], value, rtol=1e-6)]
+    differing = [name for name, value in pieces.items() if not torch.allclose(half(whole[name]), value, rtol=1e-6)]
     if differing:
         raise ConfigError(
             f"the transformation says that it is elementwise, but its update of a piece of {differing[0]} differs from "
             "that of the whole: it sums over values",
             where=_WHERE,
-            hint="compute the norm by optim.global_norm, or set elementwise=False, so that it gets whole tensors",
+            hint="set elementwise=False, so that it gets whole tensors",
         )
 
 
 def _units(
-    by_unit: Mapping[str, list[Leaf]], layout: Layout, spreads: Mapping[str, tensorwise.Spread], mesh: Mesh
+    in_units: Mapping[str, list[Leaf]], layout: Layout, splits: Mapping[str, tensor_parallel.Split]
 ) -> dict[str, blocks.Unit]:
     def wrapped(named: Params) -> Params:
-        return tensorwise.joined(named, spreads, meshes.axis_mesh("tensor")) if spreads else named
+        return tensor_parallel.as_dtensors(named, splits, meshes.axis_mesh("tensor")) if splits else named
 
-    return {
-        name: blocks.Unit(
-            tuple((leaf.name.removeprefix(f"{name}."), leaf.part(layout.tensor)) for leaf in leaves),
-            layout.width,
-            wrapped,
-        )
-        for name, leaves in by_unit.items()
-    }
+    def unit(name: str, leaves: list[Leaf]) -> blocks.Unit:
+        named = tuple((leaf.name.removeprefix(f"{name}."), leaf.part(layout.tensor)) for leaf in leaves)
+        return blocks.Unit(named, layout.width, wrapped)
+
+    return {name: unit(name, leaves) for name, leaves in in_units.items()}
 
 
-def _rewritten(static: Static, change: Callable[[Any], None]) -> Static:
+def _changed(static: Static, change: Callable[[Any], None]) -> Static:
+    """The static description of the same program with changed copies of its modules."""
     return cast(Static, cast(Callable[..., Program], static.rewritten)(change).static)
+
+
+class _Distributed:
+    """A program on the processes of a mesh, and the collectives of its steps.
+
+    Args:
+        program: of one process.
+        inner: the same with layers that communicate.
+        mesh: of several processes.
+        layout: of the state.
+        splits: parameters that are DTensors inside of a step.
+        hidden: parameters that are gathered by their units.
+        is_seeded: as in `Exchange`.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        inner: Static,
+        mesh: Mesh,
+        layout: Layout,
+        splits: Mapping[str, tensor_parallel.Split],
+        hidden: frozenset[str],
+        *,
+        is_seeded: bool,
+    ) -> None:
+        self._program: Any = program
+        self._inner: Any = inner
+        self._mesh = mesh
+        self._layout = layout
+        self._splits = splits
+        self._hidden = hidden
+        self._leaves = {leaf.name: leaf for leaf in layout.leaves}
+        self._pieces = [leaf for leaf in layout.leaves if not leaf.is_whole]
+        # Cut by rows, as one process of the axis "tensor" has them.
+        self._cuts = [leaf.part(layout.tensor) for leaf in layout.leaves if leaf.is_cut]
+        self.exchange = Exchange(
+            reduce=self._reduced,
+            once=not self._cuts,
+            sums=self._sums,
+            buffers=self._buffers,
+            total=lambda value: collectives.all_reduce(collectives.all_reduce(value, "shard"), "tensor"),
+            norm=self._norm if self._pieces else None,
+            update=self._update,
+            stream=(mesh.batch_rank,),
+            call=batchnorms.running,
+            seeded=is_seeded,
+        )
+
+    # --- functions of the program -------------------------------------------------------------------------------------
+
+    def init(self, seed: int = 0, device: torch.device | str | None = None) -> TrainState:
+        """This process's part of the state before the first step, which every process calls; see `Program`.
+
+        If ``device`` is None, it is on the device of the mesh, since NCCL cannot send tensors of the CPU.
+        """
+        device = "cuda" if device is None and self._mesh.device_type == "cuda" else device
+        state: TrainState = self._program.init(seed, device)
+        _check_weights(state)
+        return placement.part(self._layout, state)
+
+    def eval_step(self, state: TrainState, batch: Batch, *context: Any, index: int = 0) -> Metrics:
+        """The metrics of all processes; see `Program`. Gathered outputs are those of this process's rows, also of a row
+        that stands in for an empty share: `evaluate` joins them at its end."""
+        metrics: Metrics = self._program.eval_step(
+            placement.weights(ema_.to_evaluate(state)), batch, *context, index=index
+        )
+        own = {name: value for name, value in metrics.items() if isinstance(value, Gathered)}
+        leaves, treedef = tree.flatten({name: value for name, value in metrics.items() if name not in own})
+        sums = [new.to(old.dtype) for new, old in zip(self._sums(leaves), leaves, strict=True)]
+        of_all: Metrics = tree.unflatten(treedef, sums)
+        return {name: own[name] if name in own else of_all[name] for name in metrics}
+
+    def bind(self, state: TrainState, view: str | None = None, train: bool = False) -> Callable[..., Any]:
+        """A callable with the whole weights, gathered now: every process calls it; see `Program`."""
+        chosen = placement.weights(ema_.view(state, "params" if train and view is None else view))
+        return self._program.bind(chosen, train=train)
+
+    def gradient(self, state: TrainState, batch: Batch) -> Params:
+        """The whole gradient of all processes' rows; see `Static`."""
+        return self._unsharded(self._inner.gradient(state, batch, self.form(Form(lambda x: x, lambda x: x))))
+
+    def labels(self, params: Params) -> Labels:
+        """The transform's labels, apart for parameters in pieces: those of one buffer are treated alike."""
+        found: Labels = self._inner.labels(params)
+        return {name: (label, self._cut_by(name)) for name, label in found.items()}
+
+    def form(self, packed: Form) -> Form:
+        """The form of a step whose stored tensors are pieces, which a compiled step packs."""
+        splits = {name: split for name, split in self._splits.items() if name not in self._hidden}
+
+        def expand(stored: Params) -> Params:
+            named = packed.expand(stored)
+            cuts = [leaf for leaf in self._cuts if leaf.name in named and leaf.name not in self._hidden]
+            wholes = placement.all_gathered([(leaf, named[leaf.name]) for leaf in cuts], self._layout.width)
+            named = named | placement.by_name(cuts, wholes)
+            return tensor_parallel.as_dtensors(named, splits, meshes.axis_mesh("tensor")) if splits else named
+
+        def collect(named: Params) -> Params:
+            named = tensor_parallel.as_parts(named, self._splits) if self._splits else named
+            return named if self._cuts else packed.collect(named)  # pieces are collected once they are reduced
+
+        def reduce(grads: Params) -> Params:
+            return packed.collect(self._reduced(grads)) if self._cuts else self._reduced(grads)
+
+        shown = functools.partial(blocks.Shown, hidden=self._hidden) if self._hidden else packed.shown
+        return Form(expand, collect, packed.unreached, self.exchange._replace(reduce=reduce), shown)
+
+    # --- collectives of a step ----------------------------------------------------------------------------------------
+
+    def _reduced(self, grads: Params) -> Params:
+        """Sums of gradients over all processes, in pieces."""
+        cuts = [leaf for leaf in self._cuts if leaf.name not in self._hidden]
+        hidden = [name for name in grads if name in self._hidden]  # their units have summed them over the axis "shard"
+        others = [name for name in grads if name not in self._hidden and name not in {leaf.name for leaf in cuts}]
+        pieces = placement.reduce_scattered([(leaf, grads[leaf.name]) for leaf in cuts], self._layout.width)
+        found = placement.by_name(cuts, pieces)
+        for names, axis in ((others, "batch"), (hidden, "data")):
+            found |= dict(zip(names, placement.all_reduced([grads[name] for name in names], axis), strict=True))
+        return {name: found[name] for name in grads}
+
+    def _sums(self, values: list[Tensor]) -> list[Tensor]:
+        """Sums over the processes with other examples, computed in float64: one small collective."""
+        flat = torch.cat([value.reshape(-1).double() for value in values])
+        parts = collectives.all_reduce(flat, "batch").split([value.numel() for value in values])
+        return [part.view(value.shape).to(value.dtype) for part, value in zip(parts, values, strict=True)]
+
+    def _buffers(self, buffers: Params, counts: Tensor) -> Params:
+        """Floating buffers averaged over the processes that counted something, the greatest of others."""
+        floats = {name: value for name, value in buffers.items() if value.is_floating_point()}
+        found = dict(buffers)
+        if floats:
+            kept = [torch.where(counts, value.double(), torch.zeros_like(value).double()) for value in floats.values()]
+            number, *totals = placement.all_reduced([counts.double(), *kept], "batch")
+            means = [total / number.clamp(min=1.0) for total in totals]
+            found |= {name: mean.to(floats[name].dtype) for name, mean in zip(floats, means, strict=True)}
+        return found | {name: _largest(value) for name, value in buffers.items() if name not in floats}
+
+    def _cut_by(self, name: str) -> tuple[bool, bool]:
+        """Whether a parameter is cut by rows, and whether it is cut over the axis "tensor"."""
+        leaf = self._leaves[name]
+        return leaf.is_cut, leaf.tensor >= 0
+
+    def _norm(self, updates: Params) -> Tensor:
+        """`optim.global_norm` of pieces: squares of pieces are summed over the processes, others count once."""
+        if not updates:
+            return torch.zeros(())
+        dtype = numerics.scalar_dtype(updates)
+        norms = {name: base.leaf_norm(leaf, dtype) for name, leaf in updates.items()}
+        zero = torch.zeros((), dtype=dtype, device=next(iter(norms.values())).device)
+
+        def squares(*, rows: bool, tensor: bool) -> Tensor:
+            chosen = [norm for name, norm in norms.items() if self._cut_by(name) == (rows, tensor)]
+            return torch.stack(chosen).square().sum() if chosen else zero
+
+        by_rows, by_both = squares(rows=True, tensor=False), squares(rows=True, tensor=True)
+        if self._cuts:
+            by_rows, by_both = collectives.all_reduce(torch.stack([by_rows, by_both]), "shard").unbind()
+        by_tensor = squares(rows=False, tensor=True) + by_both
+        if self._layout.tensor > 1:
+            by_tensor = collectives.all_reduce(by_tensor, "tensor")
+        return (squares(rows=False, tensor=False) + by_rows + by_tensor).sqrt()
+
+    def _update(self, tx: Any, grads: Params, state: Tree, params: Params, norm: Tensor) -> Any:
+        """Run a transform. One that is not elementwise sees whole tensors, and its results are cut again."""
+        if not self._pieces or tx.elementwise:
+            norms = base.Norms(self._norm if self._pieces else base.global_norm, norm)
+            return base.updated(tx, grads, state, params, norms)
+        prefix = "opt_state/"
+        cuts = {path.removeprefix(prefix): name for path, name in self._layout.paths if path.startswith(prefix)}
+        entries = [(path, self._leaves[cuts[path]], leaf) for path, leaf in tree.with_paths(state) if path in cuts]
+        wholes = placement.unsharded(self._layout, [(leaf, value) for _, leaf, value in entries])
+        by_path = {path: whole for (path, _, _), whole in zip(entries, wholes, strict=True)}
+        whole_state = placement.mapped(state, lambda path, value: by_path.get(path, value))
+        found, whole_state = tx.update(self._unsharded(grads), whole_state, self._unsharded(params))
+        if not isinstance(found, dict):
+            return found, whole_state  # the step names what is wrong
+        own = {leaf.name: self._shard(leaf, found[leaf.name]) for leaf in self._pieces}
+        return found | own, placement.mapped(
+            whole_state, lambda path, value: self._shard(self._leaves[cuts[path]], value) if path in cuts else value
+        )
+
+    def _unsharded(self, named: Params) -> Params:
+        """Whole tensors of what this process holds: a collective."""
+        pieces = [leaf for leaf in self._pieces if leaf.name in named]
+        wholes = placement.unsharded(self._layout, [(leaf, named[leaf.name]) for leaf in pieces])
+        return named | placement.by_name(pieces, wholes)
+
+    def _shard(self, leaf: Leaf, value: Tensor) -> Tensor:
+        return placement.shard_of(self._layout, leaf, value, self._mesh)
 
 
 def _check_weights(state: TrainState) -> None:
@@ -317,8 +474,8 @@ def _check_weights(state: TrainState) -> None:
         RankError: a weight has other values in one of them.
     """
     named = {**state.params, **state.frozen, **state.buffers}
-    agreement.check_same(
-        {f"checksum of {name}": agreement.checksum(value) for name, value in named.items() if not value.is_meta},
+    processes.check_same(
+        {f"checksum of {name}": processes.checksum(value) for name, value in named.items() if not value.is_meta},
         where="program.init",
         hint="torch.manual_seed(0) before the model is built, or the same pretrained weights, in every process",
     )
@@ -329,175 +486,3 @@ def _largest(value: Tensor) -> Tensor:
     if value.dtype == torch.bool:  # gloo has no such reduction
         return collectives.all_reduce(value.to(torch.uint8), "batch", "max").to(torch.bool)
     return collectives.all_reduce(value, "batch", "max")
-
-
-class _Processes:
-    """The collectives of one program's steps."""
-
-    def __init__(
-        self,
-        mesh: Mesh,
-        layout: Layout,
-        static: Static,
-        spreads: Mapping[str, tensorwise.Spread],
-        hidden: frozenset[str],
-        *,
-        is_seeded: bool,
-    ) -> None:
-        self.mesh = mesh
-        self.layout = layout
-        self.static = static
-        self.spreads = spreads
-        self.leaves = {leaf.name: leaf for leaf in layout.leaves}
-        self.pieces = [leaf for leaf in layout.leaves if not leaf.is_whole]
-        # As one process of the axis "tensor" has them.
-        self.cuts = [leaf.part(layout.tensor) for leaf in layout.leaves if leaf.is_cut]
-        self.hidden = hidden  # gathered by their units
-        self.spread_whole = {name: spread for name, spread in spreads.items() if name not in hidden}
-        self.stream = (mesh.batch_rank,)
-        self.is_seeded = is_seeded
-
-    def form(self, inner: Form) -> Form:
-        """The form of a step whose stored tensors are pieces, in a form of their own (`packed`)."""
-
-        def expand(stored: Params) -> Params:
-            named = self._gathered(inner.expand(stored))
-            if not self.spread_whole:
-                return named
-            return tensorwise.joined(named, self.spread_whole, meshes.axis_mesh("tensor"))
-
-        def collect(named: Params) -> Params:  # reduced later, as a whole
-            named = tensorwise.parts(named, self.spreads) if self.spreads else named
-            return inner.collect(named) if not self.cuts else named
-
-        def reduce(grads: Params) -> Params:
-            if not self.cuts:
-                return dict(zip(grads, placement.summed(list(grads.values()), "batch"), strict=True))
-            return inner.collect(self._reduced(grads))
-
-        exchange = Exchange(
-            reduce=reduce,
-            once=not self.cuts,
-            sums=self.sums,
-            buffers=self.buffers,
-            total=lambda value: collectives.all_reduce(collectives.all_reduce(value, "shard"), "tensor"),
-            norm=self.norm if self.pieces else None,
-            update=self.update,
-            stream=self.stream,
-            call=running_pass.running,
-            seeded=self.is_seeded,
-        )
-        shown = functools.partial(blocks.Shown, hidden=self.hidden)
-        return Form(expand, collect, inner.unreached, exchange, shown if self.hidden else inner.shown)
-
-    def labels(self, params: Params) -> Labels:
-        """The transform's labels, apart for parameters in pieces: those of one buffer are treated alike."""
-        found = cast(Callable[[Params], Labels], self.static.labels)(params)
-        return {name: (label, self._kind(name)) for name, label in found.items()}
-
-    def _kind(self, name: str) -> tuple[bool, bool]:
-        """Whether a parameter is cut by rows, and whether it is cut over the axis "tensor"."""
-        leaf = self.leaves[name]
-        return leaf.is_cut, leaf.tensor >= 0
-
-    def _gathered(self, named: Params) -> Params:
-        """Parameters as one process of the axis "tensor" has them."""
-        if not self.cuts:
-            return named
-        cuts = [leaf for leaf in self.cuts if leaf.name in named and leaf.name not in self.hidden]
-        wholes = placement.gathered([(leaf, named[leaf.name]) for leaf in cuts], self.layout.width)
-        return named | placement.by_name(cuts, wholes)
-
-    def whole(self, named: Params) -> Params:
-        """Whole tensors of what this process holds: a collective."""
-        pieces = [leaf for leaf in self.pieces if leaf.name in named]
-        wholes = placement.wholes(self.layout, [(leaf, named[leaf.name]) for leaf in pieces])
-        return named | placement.by_name(pieces, wholes)
-
-    def _reduced(self, grads: Params) -> Params:
-        cuts = [leaf for leaf in self.cuts if leaf.name not in self.hidden]
-        others = [leaf for leaf in self.layout.leaves if not leaf.is_cut]
-        found = placement.by_name(
-            cuts, placement.scattered([(leaf, grads[leaf.name]) for leaf in cuts], self.layout.width)
-        )
-        found |= placement.by_name(others, placement.summed([grads[leaf.name] for leaf in others], "batch"))
-        # Their units have summed them over the processes of the axis "shard".
-        hidden = [name for name in grads if name in self.hidden]
-        found |= dict(zip(hidden, placement.summed([grads[name] for name in hidden], "data"), strict=True))
-        return {name: found[name] for name in grads}
-
-    def sums(self, values: list[Tensor]) -> list[Tensor]:
-        """Sums over the processes with other examples, computed in float64: one small collective."""
-        flat = torch.cat([value.reshape(-1).double() for value in values])
-        parts = collectives.all_reduce(flat, "batch").split([value.numel() for value in values])
-        return [part.view(value.shape).to(value.dtype) for part, value in zip(parts, values, strict=True)]
-
-    def buffers(self, buffers: Params, counts: Tensor) -> Params:
-        """Floating buffers averaged over the processes that counted something, the greatest of others."""
-        floats = {name: value for name, value in buffers.items() if value.is_floating_point()}
-        found = dict(buffers)
-        if floats:
-            flag = counts.double()
-            kept = [torch.where(counts, value.double(), torch.zeros_like(value).double()) for value in floats.values()]
-            flag, *totals = placement.summed([flag, *kept], "batch")
-            means = [total / flag.clamp(min=1.0) for total in totals]
-            found |= {name: mean.to(floats[name].dtype) for name, mean in zip(floats, means, strict=True)}
-        others = {name: value for name, value in buffers.items() if name not in floats}
-        found |= {name: _largest(value) for name, value in others.items()}
-        return found
-
-    def norm(self, updates: Params) -> Tensor:
-        """`optim.global_norm` of pieces: squares of pieces are summed over the processes, others count once."""
-        if not updates:
-            return torch.zeros(())
-        dtype = numerics.scalar_dtype(updates)
-        norms = {name: base.leaf_norm(leaf, dtype) for name, leaf in updates.items()}
-        zero = torch.zeros((), dtype=dtype, device=next(iter(norms.values())).device)
-
-        def squares(*kind: bool) -> Tensor:
-            chosen = [norm for name, norm in norms.items() if self._kind(name) == kind]
-            return torch.stack(chosen).square().sum() if chosen else zero
-
-        rows, both = squares(True, False), squares(True, True)
-        if self.cuts:
-            rows, both = collectives.all_reduce(torch.stack([rows, both]), "shard").unbind()
-        parts = squares(False, True) + both
-        if self.layout.tensor > 1:
-            parts = collectives.all_reduce(parts, "tensor")
-        return (squares(False, False) + rows + parts).sqrt()
-
-    def update(self, update: Callable[..., Any], grads: Params, state: Tree, params: Params, norm: Tensor) -> Any:
-        """Run a transform. One that is not elementwise sees whole tensors, and its results are cut again."""
-        if not self.pieces:
-            return update(grads, state, params)
-        if self.static.tx.elementwise:
-            with base.norm_of_pieces(lambda updates: norm if updates is grads else self.norm(updates)):
-                return update(grads, state, params)
-        found, whole_state = update(self.whole(grads), self._whole_state(state), self.whole(params))
-        if not isinstance(found, dict):
-            return found, whole_state  # the step names what is wrong
-        named = cast(Params, found)
-        own = {leaf.name: self._own(leaf, named[leaf.name]) for leaf in self.pieces}
-        cuts = self._state_cuts()
-        _, treedef = tree.flatten(whole_state)
-        leaves = [
-            self._own(self.leaves[cuts[path]], value) if path in cuts else value
-            for path, value in tree.with_paths(whole_state)
-        ]
-        return named | own, tree.unflatten(treedef, leaves)
-
-    def _own(self, leaf: Leaf, value: Tensor) -> Tensor:
-        return placement.own(self.layout, leaf, value, self.mesh)
-
-    def _whole_state(self, state: Tree) -> Tree:
-        cuts = self._state_cuts()
-        paths, leaves = zip(*tree.with_paths(state), strict=True) if tree.leaves(state) else ((), ())
-        chosen = [index for index, path in enumerate(paths) if path in cuts]
-        wholes = placement.wholes(self.layout, [(self.leaves[cuts[paths[i]]], leaves[i]) for i in chosen])
-        found = dict(zip(chosen, wholes, strict=True))
-        return tree.unflatten(tree.flatten(state)[1], [found.get(i, leaf) for i, leaf in enumerate(leaves)])
-
-    def _state_cuts(self) -> dict[str, str]:
-        """Path inside the optimizer state -> name of the parameter."""
-        prefix = "opt_state/"
-        return {path.removeprefix(prefix): name for path, name in self.layout.paths if path.startswith(prefix)}

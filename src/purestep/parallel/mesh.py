@@ -105,7 +105,6 @@ class Groups(NamedTuple):
     device_mesh: Any  # torch's DeviceMesh; None in a mesh of one
     by_axis: Mapping[str, Any]  # axis -> ProcessGroup, for axes of more than one process
     host: Any  # of all processes, on the CPU: for decisions of the host
-    store: Any = None  # of the rendezvous: for notes about failures; None if the user started torch's process group
     timeout: float = 600.0  # seconds
 
 
@@ -116,6 +115,11 @@ _starts = itertools.count()
 def current() -> Groups | None:
     """The groups of the mesh that is open in this process; None outside of `start`."""
     return _started[-1] if _started else None
+
+
+def here() -> Mesh:
+    """The open mesh; outside of `start` a mesh of one."""
+    return _started[-1].mesh if _started else Mesh()
 
 
 def current_mesh() -> Mesh | None:
@@ -153,23 +157,15 @@ def group(axis: str) -> Any:
 
 
 @contextmanager
-def start(
-    device_mesh: Any = None,
-    *,
-    data: int | None = None,
-    shard: int = 1,
-    tensor: int = 1,
-    timeout: float = 600.0,
-) -> Generator[Mesh]:
+def start(*, data: int | None = None, shard: int = 1, tensor: int = 1, timeout: float = 600.0) -> Generator[Mesh]:
     """Start the process groups of a mesh, from torchrun's environment, and close them at the end of the ``with`` block.
 
     Alone, without torchrun, it is a mesh of one process, whatever the sizes are, and every program runs as it does
-    without a mesh. The backend is NCCL on CUDA (each process takes the device of its ``LOCAL_RANK``), else gloo.
+    without a mesh. The backend is NCCL on CUDA (each process takes the device of its ``LOCAL_RANK``), else gloo. A
+    process group that you have started (`torch.distributed.init_process_group`) is used, and stays open. An error that
+    leaves the block is recorded for torchrun, whose last lines name the process that failed first.
 
     Args:
-        device_mesh: an existing `torch.distributed.DeviceMesh` with dimensions among "data", "shard" and "tensor", in
-            this order, instead of the sizes. Its process groups stay open, unless a collective on a GPU fails: all
-            groups of the mesh are aborted then, the default group too.
         data: processes with different examples and the same state; None: all that the other axes leave.
         shard: processes with different examples that hold pieces of one state.
         tensor: processes that share the layers of one model.
@@ -197,44 +193,52 @@ def start(
         raise ConfigError(f"timeout={timeout!r} must be a number of seconds", where=_WHERE, hint="pass timeout=600")
     if _started:
         raise RankError("a mesh is open already", where=_WHERE, hint="leave its `with` block first, or use it")
+    environment, is_users = _environment(), dist.is_initialized()
     with ExitStack() as stack:
-        if device_mesh is not None:
-            found = _of_device_mesh(device_mesh, timeout)
-        else:
-            environment = _environment()
-            if environment is None:
-                found = Groups(Mesh(), None, MappingProxyType({}), None, timeout=timeout)
-            else:
-                rank, count = environment
-                sizes["data"] = _fitting(sizes, count, is_free=data is None)
-                store = stack.enter_context(_process_group(rank, count, timeout))
-                with _joining(rank, count):
-                    found = _opened(Mesh(**sizes, rank=rank, device_type=_device_type()), timeout)
-                found = found._replace(store=store)
+        found = Groups(Mesh(), None, MappingProxyType({}), None, timeout=timeout)
+        if environment is not None:
+            rank, count = environment
+            sizes["data"] = _fitting(sizes, count, is_free=data is None)
+            stack.enter_context(_process_group(rank, count, timeout))
+            with _joining(rank, count):
+                found = _opened(Mesh(**sizes, rank=rank, device_type=_device_type()), timeout)
         _started.append(found)
         stack.callback(_started.remove, found)
         try:
             yield found.mesh
         except BaseException as error:
-            from .peers import free_device, note_failure
-
             if not (isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and not error.code)):
-                note_failure(error)
-                if found.store is not None:  # groups of ours: closing them would wait for the other processes
-                    free_device(found)
+                _record(error)
+                abort(found)  # to close the groups would wait for the other processes
             raise
-        if device_mesh is not None:
-            _destroy_added(found, device_mesh)
+        if is_users:
+            _destroy(found)
 
 
-def _destroy_added(found: Groups, device_mesh: Any) -> None:
-    """Destroy the groups that a start has made beside those of the user's DeviceMesh."""
-    kept = [dist.group.WORLD, *(device_mesh.get_group(name) for name in device_mesh.mesh_dim_names)]
-    made = [found.host, *found.by_axis.values(), *(found.device_mesh.get_group(axis) for axis in AXES)]
-    for group in {id(group): group for group in made if group is not None}.values():
-        if not any(group is one for one in kept):
+def _destroy(found: Groups) -> None:
+    """Destroy the groups of a mesh, whose threads must end, in a process group that the user has started and keeps."""
+    axes = [] if found.device_mesh is None else [found.device_mesh.get_group(axis) for axis in AXES]
+    for made in {id(group): group for group in (found.host, *found.by_axis.values(), *axes)}.values():
+        if made is not None and made is not dist.group.WORLD:
             with contextlib.suppress(Exception):
-                dist.destroy_process_group(group)
+                dist.destroy_process_group(made)
+
+
+def _record(error: BaseException) -> None:
+    """Record an error as torchrun's `record` does. Its last lines name the first one, so what another process has
+    caused is none."""
+    if not isinstance(error, RankError):
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler  # late: only after an error
+
+        get_error_handler().record_exception(error)
+
+
+def abort(groups: Groups) -> None:
+    """End the GPU's pending collectives: another process is gone or this one fails, and later work would wait."""
+    for group in {id(group): group for group in groups.by_axis.values()}.values():
+        if groups.mesh.device_type == "cuda":
+            with contextlib.suppress(Exception):
+                group.abort()
 
 
 def _device_type() -> str:
@@ -242,33 +246,26 @@ def _device_type() -> str:
 
 
 def _environment() -> tuple[int, int] | None:
-    """``(rank, world size)`` from torchrun's variables; None if there are none.
+    """``(rank, world size)`` of the process group that the user has started, or from torchrun's variables; None if
+    there are none.
 
     Raises:
         RankError: some are missing, or are no numbers.
     """
-    present = [name for name in _VARIABLES if os.environ.get(name)]
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    present, missing = ([name for name in _VARIABLES if bool(os.environ.get(name)) == there] for there in (True, False))
     if not present:
         return None
-    missing = [name for name in _VARIABLES if name not in present]
+    hint = "start with `torchrun --nproc-per-node 2 train.py`"
     if missing:
-        raise RankError(
-            f"the environment has {', '.join(present)}, but not {', '.join(missing)}",
-            where=_WHERE,
-            hint="start with `torchrun --nproc-per-node 2 train.py`, which sets all of them; or unset them. Without "
-            "them, each process would train a model of its own",
-        )
-    try:
-        rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    except ValueError:
-        rank, count = -1, 0
-    if not 0 <= rank < count:
-        raise RankError(
-            f"RANK={os.environ['RANK']!r} of WORLD_SIZE={os.environ['WORLD_SIZE']!r}",
-            where=_WHERE,
-            hint="start with `torchrun --nproc-per-node 2 train.py`",
-        )
-    return rank, count
+        hint += ", which sets all of them; or unset them. Without them, each process would train a model of its own"
+        text = f"the environment has {', '.join(present)}, but not {', '.join(missing)}"
+        raise RankError(text, where=_WHERE, hint=hint)
+    texts = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    if not all(map(str.isdecimal, texts)) or int(texts[0]) >= int(texts[1]):
+        raise RankError(f"RANK={texts[0]!r} of WORLD_SIZE={texts[1]!r}", where=_WHERE, hint=hint)
+    return int(texts[0]), int(texts[1])
 
 
 def _fitting(sizes: Mapping[str, int], count: int, *, is_free: bool) -> int:
@@ -278,10 +275,9 @@ def _fitting(sizes: Mapping[str, int], count: int, *, is_free: bool) -> int:
         RankError: the sizes do not multiply to the number of processes.
     """
     inner = sizes["shard"] * sizes["tensor"]
-    if is_free and count % inner == 0:
-        return count // inner
-    if not is_free and sizes["data"] * inner == count:
-        return sizes["data"]
+    data = count // inner if is_free else sizes["data"]
+    if data * inner == count:
+        return data
     text = " x ".join(f"{name}={size}" for name, size in sizes.items() if size > 1 or name == "data")
     raise RankError(
         f"there are {count} processes, and a mesh of {text}",
@@ -291,14 +287,14 @@ def _fitting(sizes: Mapping[str, int], count: int, *, is_free: bool) -> int:
 
 
 @contextmanager
-def _process_group(rank: int, count: int, timeout: float) -> Generator[Any]:
-    """Start torch's default process group, unless the user has. Yields the store, if it is known.
+def _process_group(rank: int, count: int, timeout: float) -> Generator[None]:
+    """Start torch's default process group, unless the user has.
 
     Raises:
         RankError: see `start`.
     """
     if dist.is_initialized():
-        yield None
+        yield
         return
     # Its functions have the group of all processes as a default argument. If a compiler imported it later, they would
     # hold the group until the interpreter ends, and a thread of the group that is at work then aborts the process.
@@ -308,19 +304,18 @@ def _process_group(rank: int, count: int, timeout: float) -> Generator[Any]:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank % max(torch.cuda.device_count(), 1))))
     with _joining(rank, count):
-        store = _rendezvous(limit)
         # torchrun keeps its store when it restarts the processes, and so does a process that starts a second mesh:
         # addresses of an earlier one are of no use. Processes of another run on this port find nothing here either.
         run = (os.environ.get(name, "") for name in _RUN)
-        store = torch.distributed.PrefixStore(  # pyright: ignore[reportPrivateImportUsage]  # documented
-            "/".join(("purestep", *run, str(next(_starts)))), store
-        )
-        _meet(store, rank, count, limit)
+        whole = _rendezvous(limit)  # where it fails, the start does not count
+        prefix = "/".join(("purestep", *run, str(next(_starts))))
+        store = torch.distributed.PrefixStore(prefix, whole)  # pyright: ignore[reportPrivateImportUsage]  # documented
+        _meet(store, rank, count)
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         limit = _device_limit(timeout, _device_type())
         dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=limit)
     try:
-        yield store
+        yield
     finally:
         with contextlib.suppress(Exception):  # a peer may be gone
             dist.destroy_process_group()
@@ -338,7 +333,7 @@ def _joining(rank: int, count: int) -> Generator[None]:
     except (dist.DistError, RuntimeError, ValueError, OSError) as error:  # DistError is a RuntimeError in some releases
         if isinstance(error, RankError):
             raise
-        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        address = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
         raise RankError(
             f"process {rank} of {count} could not join the others at {address}: {error}",
             where=_WHERE,
@@ -363,9 +358,6 @@ def _rendezvous(limit: timedelta) -> Any:
         Exception: torch's own.
     """
     key = (os.getpid(), *(os.environ.get(name) for name in (*_VARIABLES, *_RUN)))
-    if key in _stores:
-        _stores[key].set_timeout(limit)
-        return _stores[key]
     found: list[Any] = []
 
     def wait() -> None:
@@ -374,15 +366,17 @@ def _rendezvous(limit: timedelta) -> Any:
         except BaseException as error:  # raised below
             found.append(error)
 
-    thread = threading.Thread(target=wait, name="purestep-rendezvous", daemon=True)
-    thread.start()
-    thread.join(limit.total_seconds() + _GRACE)
-    if not found:
-        raise TimeoutError(f"the program at this port did not answer within {limit.total_seconds():g} s")
-    if isinstance(found[0], BaseException):
-        raise found[0]
-    _stores[key] = found[0]
-    return found[0]
+    if key not in _stores:
+        thread = threading.Thread(target=wait, name="purestep-rendezvous", daemon=True)
+        thread.start()
+        thread.join(limit.total_seconds() + _GRACE)
+        if not found:
+            raise TimeoutError(f"the program at this port did not answer within {limit.total_seconds():g} s")
+        if isinstance(found[0], BaseException):
+            raise found[0]
+        _stores[key] = found[0]
+    _stores[key].set_timeout(limit)
+    return _stores[key]
 
 
 def _facts(count: int) -> dict[str, Any]:
@@ -391,19 +385,15 @@ def _facts(count: int) -> dict[str, Any]:
         own = metadata.version("purestep")
     except metadata.PackageNotFoundError:  # run from a source tree without installation
         own = "unknown"
-    return {
-        "WORLD_SIZE": count,
-        "Python": platform.python_version(),
-        "torch": torch.__version__,
-        "purestep": own,
-    }
+    return {"WORLD_SIZE": count, "Python": platform.python_version(), "torch": torch.__version__, "purestep": own}
 
 
-def _meet(store: Any, rank: int, count: int, limit: timedelta) -> None:
+def _meet(store: Any, rank: int, count: int) -> None:
     """Check that each process is there once, and that all have the same facts.
 
     Raises:
         RankError: in every process that is there.
+        DistError: a process did not start in time.
     """
     if store.add(f"joined/{rank}", 1) > 1:
         raise RankError(
@@ -414,40 +404,19 @@ def _meet(store: Any, rank: int, count: int, limit: timedelta) -> None:
         )
     own = _facts(count)
     store.set(f"facts/{rank}", json.dumps(own))
-    keys = [f"facts/{other}" for other in range(count)]
-    timeout: RuntimeError | None = None
-    try:
-        store.wait(keys, limit)
-    except RuntimeError as error:
-        timeout = error
-    there = [other for other in range(count) if timeout is None or store.check([keys[other]])]
-    found = {other: json.loads(store.get(keys[other])) for other in there}
-    store.add("read", 1)
-    for other, theirs in found.items():
-        names = [name for name in own if own[name] != theirs.get(name)]
-        if names:
-            _wait_for_readers(store, rank, count)
-            texts = [f"{name} is {own[name]} and {theirs.get(name)}" for name in names]
+    for other in range(count):
+        theirs = json.loads(store.get(f"facts/{other}"))
+        texts = [f"{name} is {own[name]} and {theirs.get(name)}" for name in own if own[name] != theirs.get(name)]
+        if texts:
+            store.add("differ", 1)
+            end = time.monotonic() + _GRACE
+            while rank == 0 and store.add("differ", 0) < count and time.monotonic() < end:
+                time.sleep(0.02)  # the store ends with process 0: the others read it too
             raise RankError(
                 f"processes {rank} and {other} differ: {', '.join(texts)}",
                 where=_WHERE,
                 hint="install the same versions on every machine, and start all processes by one launcher",
             )
-    if timeout is not None:
-        late = [other for other in range(count) if other not in found]
-        raise RankError(
-            f"of {count} processes, {', '.join(map(str, late))} did not start within {limit.total_seconds():g} s",
-            where=f"{_WHERE}, process {rank}",
-            hint="see their first errors; parallel.start(timeout=...) with more seconds; another port, if another run "
-            "uses this one",
-        ) from timeout
-
-
-def _wait_for_readers(store: Any, rank: int, count: int) -> None:
-    """Keep the store, which ends with process 0, until all processes have read it."""
-    end = time.monotonic() + _GRACE
-    while rank == 0 and store.add("read", 0) < count and time.monotonic() < end:
-        time.sleep(0.02)
 
 
 def _opened(mesh: Mesh, timeout: float) -> Groups:
@@ -455,12 +424,8 @@ def _opened(mesh: Mesh, timeout: float) -> Groups:
     device_mesh = dist.device_mesh.init_device_mesh(
         mesh.device_type, tuple(mesh.width(axis) for axis in AXES), mesh_dim_names=AXES
     )
-    return _with_groups(mesh, device_mesh, timeout)
-
-
-def _with_groups(mesh: Mesh, device_mesh: Any, timeout: float) -> Groups:
     limit = _device_limit(timeout, mesh.device_type)
-    by_axis = {axis: device_mesh.get_group(axis) for axis in AXES if mesh.width(axis) > 1}
+    by_axis: dict[str, Any] = {axis: device_mesh.get_group(axis) for axis in AXES if mesh.width(axis) > 1}
     for number in range(mesh.tensor):
         members = [rank for rank in range(mesh.size) if rank % mesh.tensor == number]
         batch = dist.new_group(members, timeout=limit) if mesh.data > 1 and mesh.shard > 1 else None
@@ -482,27 +447,3 @@ def _device_limit(timeout: float, device_type: str) -> timedelta:
     """The timeout of collectives on the device. NCCL's watchdog ends the process and names no peer, so it waits longer
     than the host group, whose error does."""
     return timedelta(seconds=timeout + (_NCCL_GRACE if device_type == "cuda" else 0.0))
-
-
-def _of_device_mesh(device_mesh: Any, timeout: float) -> Groups:
-    """The groups of a user's DeviceMesh.
-
-    Raises:
-        RankError: its dimensions have other names or another order, or it does not hold all processes.
-    """
-    names = tuple(device_mesh.mesh_dim_names or ())
-    if not names or list(names) != [axis for axis in AXES if axis in names]:
-        raise RankError(
-            f"the DeviceMesh has the dimensions {names}",
-            where=_WHERE,
-            hint='init_device_mesh("cuda", (2, 4), mesh_dim_names=("data", "shard")), in the order data, shard, tensor',
-        )
-    ranks = device_mesh.mesh.flatten().tolist()
-    if ranks != list(range(dist.get_world_size())):
-        raise RankError(
-            f"the DeviceMesh holds the processes {ranks[:8]} of {dist.get_world_size()}",
-            where=_WHERE,
-            hint="use a DeviceMesh of all processes, in the order of their ranks",
-        )
-    sizes = dict(zip(names, device_mesh.mesh.shape, strict=True))
-    return _opened(Mesh(**sizes, rank=dist.get_rank(), device_type=device_mesh.device_type), timeout)

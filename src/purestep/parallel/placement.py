@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from .. import tree
 from ..types import Empty, Params, TrainState
 from . import collectives
 from . import mesh as meshes
+
+T = TypeVar("T")
+_FIELDS = ("params", "opt_state", "ema", "accum")  # of a state, that have leaves in pieces
 
 
 class Leaf(NamedTuple):
@@ -42,18 +45,30 @@ class Leaf(NamedTuple):
         return self._replace(shape=shape, tensor=-1)
 
     @property
-    def rows(self) -> int:
-        """The rows that are cut: the first dimension; 1 of a scalar."""
-        return self.shape[0] if self.shape else 1
+    def sizes(self) -> tuple[int, ...]:
+        """The shape; of a scalar (1,)."""
+        return self.shape or (1,)
 
-    def piece_shape(self, width: int) -> tuple[int, ...]:
+    def piece_sizes(self, width: int) -> tuple[int, ...]:
         """The shape of a piece of one of ``width`` processes."""
-        return (-(-self.rows // width), *self.shape[1:])
+        return (-(-self.sizes[0] // width), *self.sizes[1:])
 
     def bounds(self, place: int, width: int) -> tuple[int, int]:
         """``(first, end)``: the rows that the process at ``place`` of ``width`` holds."""
-        each = -(-self.rows // width)
-        return min(self.rows, place * each), min(self.rows, (place + 1) * each)
+        first, end = (min(self.sizes[0], at * self.piece_sizes(width)[0]) for at in (place, place + 1))
+        return first, end
+
+    def held(self, place: int, width: int, at: int, count: int) -> tuple[int, int]:
+        """``(first, end)``: the rows of the whole that the process at ``place`` of ``width`` and ``at`` of ``count`` on
+        the axis "tensor" holds, all columns of them or some."""
+        part = self.part(count)
+        first, end = part.bounds(place, width) if self.is_cut else (0, part.sizes[0])
+        skipped = at * part.sizes[0] if self.tensor == 0 else 0
+        return first + skipped, end + skipped
+
+    def writes(self, place: int, at: int) -> bool:
+        """True if the process at ``place`` and ``at`` is the first one with these rows."""
+        return (self.is_cut or place == 0) and (self.tensor == 0 or at == 0)
 
 
 class Layout(NamedTuple):
@@ -99,7 +114,6 @@ def layout_of(
     width: int,
     data: int,
     *,
-    sums_once: bool,
     tensor: int = 1,
     dims: Mapping[str, int] = MappingProxyType({}),
 ) -> Layout:
@@ -107,10 +121,10 @@ def layout_of(
 
     Args:
         whole: the state of one process; its tensors may be on the meta device.
-        is_cut: whether the parameter of a name is cut.
+        is_cut: whether the parameter of a name is cut. If none is, every process accumulates its own gradients, which
+            are summed when the window closes.
         width: processes that hold pieces.
         data: processes that hold the same pieces.
-        sums_once: every process accumulates its own gradients, which are summed when the window closes.
         tensor: processes that hold parts of the parameters in ``dims``.
         dims: name of a parameter -> the dimension that is cut over the axis "tensor".
     """
@@ -119,11 +133,12 @@ def layout_of(
         for name, value in whole.params.items()
     )
     shapes = {leaf.name: leaf.shape for leaf in leaves if not leaf.is_whole}
+    sums_once = not any(leaf.is_cut for leaf in leaves)
     paths: list[tuple[str, str]] = []
     summands: list[str] = []
     for path, value in tree.with_paths(whole):
         field, _, rest = path.partition("/")
-        if field not in ("params", "opt_state", "ema", "accum"):
+        if field not in _FIELDS:
             continue
         name = next((name for name in _endings(rest) if name in shapes), None)
         if name is not None and tuple(value.shape) == shapes[name]:
@@ -143,128 +158,139 @@ def _order(value: Tensor) -> tuple[int, ...]:
     order = tuple(range(value.dim()))
     by_stride = tuple(sorted(order, key=lambda dim: -value.stride(dim)))
     kept = value.dim() > 1 and by_stride[0] == 0 and value.permute(by_stride).is_contiguous()
-    return by_stride if kept else order
+    return (by_stride if kept else order) or (0,)
 
 
 # --- pieces -----------------------------------------------------------------------------------------------------------
 
 
-def cut(leaf: Leaf, value: Tensor, place: int, width: int) -> Tensor:
-    """The piece of the process at ``place``: a copy in the leaf's memory order."""
-    return _shaped(leaf, _rows(leaf, value, width)[place].clone(), width)
-
-
-def _rows(leaf: Leaf, value: Tensor, width: int) -> Tensor:
-    """All pieces of a whole tensor, flat: (width, numbers of a piece)."""
-    flat = value.permute(leaf.order).reshape(leaf.rows, -1) if leaf.shape else value.reshape(1, 1)
-    missing = leaf.piece_shape(width)[0] * width - leaf.rows
-    if missing:
-        flat = torch.cat([flat, flat.new_zeros((missing, flat.shape[1]))])
-    return flat.reshape(width, -1)
-
-
-def _flat(leaf: Leaf, piece: Tensor) -> Tensor:
-    return piece.permute(leaf.order).reshape(-1) if leaf.shape else piece.reshape(-1)
-
-
-def _shaped(leaf: Leaf, flat: Tensor, width: int) -> Tensor:
-    """A flat piece in its shape."""
-    shape = leaf.piece_shape(width)
-    return _unpermuted(leaf, flat.view([shape[dim] for dim in leaf.order])) if leaf.shape else flat.view(shape)
-
-
-def _unpermuted(leaf: Leaf, value: Tensor) -> Tensor:
-    if leaf.order == tuple(range(len(leaf.order))):
-        return value
-    return value.permute(sorted(range(len(leaf.order)), key=lambda dim: leaf.order[dim]))
-
-
-def joined(leaf: Leaf, pieces: Tensor, width: int) -> Tensor:
-    """The whole tensor of all pieces.
-
-    Args:
-        leaf: the parameter.
-        pieces: (width, numbers of a piece).
-        width: processes that hold pieces.
-    """
-    rows = leaf.piece_shape(width)[0] * width
-    flat = pieces.reshape(rows, -1)[: leaf.rows]
-    if not leaf.shape:
-        return flat.reshape(())
-    sizes = [leaf.shape[dim] for dim in leaf.order]
-    return _unpermuted(leaf, flat.reshape(sizes))
-
-
-def gathered(leaves: list[tuple[Leaf, Tensor]], width: int, *, differentiable: bool = False) -> list[Tensor]:
-    """Whole tensors of pieces: one collective for each dtype. ``differentiable``: gradients are summed over the
-    processes of the axis "shard", and each gets its pieces."""
-    gather = collectives.gathered if differentiable else collectives.all_gather
-    found: dict[int, Tensor] = {}
-    for places in _by_dtype([piece for _, piece in leaves]):
-        flats = [_flat(*leaves[index]) for index in places]
-        together = gather(torch.cat(flats), "shard").view(width, -1)
-        parts = together.split([flat.numel() for flat in flats], dim=1)
-        found |= {index: joined(leaves[index][0], part, width) for index, part in zip(places, parts, strict=True)}
-    return [found[index] for index in range(len(leaves))]
-
-
-def wholes(layout: Layout, leaves: list[tuple[Leaf, Tensor]]) -> list[Tensor]:
-    """Whole tensors of what one process holds, by both axes: at most two collectives for each dtype."""
-    found = [value for _, value in leaves]
-    cuts = [index for index, (leaf, _) in enumerate(leaves) if leaf.is_cut]
-    parts = gathered([(leaves[index][0].part(layout.tensor), found[index]) for index in cuts], layout.width)
-    for index, value in zip(cuts, parts, strict=True):
-        found[index] = value
-    split = [index for index, (leaf, _) in enumerate(leaves) if leaf.tensor >= 0]
-    for places in _by_dtype([found[index] for index in split]):
-        chosen = [split[place] for place in places]
-        flats = [_flat(leaves[index][0], found[index]) for index in chosen]
-        together = collectives.all_gather(torch.cat(flats), "tensor").view(layout.tensor, -1)
-        for index, rows in zip(chosen, together.split([flat.numel() for flat in flats], dim=1), strict=True):
-            leaf = leaves[index][0]
-            sizes = [found[index].shape[dim] for dim in leaf.order]
-            found[index] = torch.cat([_unpermuted(leaf, row.reshape(sizes)) for row in rows], dim=leaf.tensor)
-    return found
-
-
-def own(layout: Layout, leaf: Leaf, value: Tensor, mesh: meshes.Mesh) -> Tensor:
-    """What one process holds of a whole tensor: a copy."""
+def shard_of(layout: Layout, leaf: Leaf, value: Tensor, mesh: meshes.Mesh) -> Tensor:
+    """What one process holds of a whole tensor: a copy in the leaf's memory order."""
     if leaf.tensor >= 0:
         size = value.shape[leaf.tensor] // layout.tensor
         value = value.narrow(leaf.tensor, mesh.coordinate("tensor") * size, size)
         if not leaf.is_cut:
             return _unpermuted(leaf, value.permute(leaf.order).contiguous()).clone()
-    return cut(leaf.part(layout.tensor), value, mesh.coordinate("shard"), layout.width) if leaf.is_cut else value
+    if not leaf.is_cut:
+        return value
+    leaf = leaf.part(layout.tensor)
+    return _piece(leaf, _rows(leaf, value, layout.width)[mesh.coordinate("shard")].clone(), layout.width)
 
 
-def scattered(leaves: list[tuple[Leaf, Tensor]], width: int) -> list[Tensor]:
-    """The pieces of sums over the processes of the axis "shard": one collective for each dtype."""
-    found: dict[int, Tensor] = {}
-    for places in _by_dtype([value for _, value in leaves]):
-        columns = [_rows(*leaves[index], width) for index in places]
+def _rows(leaf: Leaf, value: Tensor, width: int) -> Tensor:
+    """All pieces of a whole tensor, flat: (width, numbers of a piece)."""
+    flat = value.reshape(leaf.sizes).permute(leaf.order).reshape(leaf.sizes[0], -1)
+    missing = leaf.piece_sizes(width)[0] * width - leaf.sizes[0]
+    if missing:
+        flat = torch.cat([flat, flat.new_zeros((missing, flat.shape[1]))])
+    return flat.reshape(width, -1)
+
+
+def _whole(leaf: Leaf, rows: Tensor, width: int) -> Tensor:
+    """The inverse of `_rows`."""
+    flat = rows.reshape(leaf.piece_sizes(width)[0] * width, -1)[: leaf.sizes[0]]
+    return _unpermuted(leaf, flat.reshape([leaf.sizes[dim] for dim in leaf.order])).reshape(leaf.shape)
+
+
+def _piece(leaf: Leaf, flat: Tensor, width: int) -> Tensor:
+    """A flat piece in its shape."""
+    sizes = leaf.piece_sizes(width)
+    return _unpermuted(leaf, flat.view([sizes[dim] for dim in leaf.order]))
+
+
+def _unpermuted(leaf: Leaf, value: Tensor) -> Tensor:
+    if leaf.order == tuple(range(len(leaf.order))):  # saves a microsecond a leaf
+        return value
+    return value.permute(sorted(range(len(leaf.order)), key=lambda dim: leaf.order[dim]))
+
+
+# --- collectives: one for each dtype ----------------------------------------------------------------------------------
+
+Entry = tuple[Leaf, Tensor]
+"""A parameter, and what this process holds or adds to the sum."""
+
+
+def all_gathered(entries: list[Entry], width: int, *, differentiable: bool = False) -> list[Tensor]:
+    """Whole tensors of pieces. ``differentiable``: gradients are summed over the processes of the axis "shard", and
+    each gets its pieces."""
+    gather = collectives.gathered if differentiable else collectives.all_gather
+
+    def one_dtype(chosen: list[Entry]) -> list[Tensor]:
+        flats = [part.permute(leaf.order).reshape(-1) for leaf, part in chosen]
+        columns = gather(torch.cat(flats), "shard").view(width, -1).split(_sizes(flats), dim=1)
+        return [_whole(leaf, rows, width) for (leaf, _), rows in zip(chosen, columns, strict=True)]
+
+    return _by_dtype(entries, one_dtype)
+
+
+def _gathered_parts(entries: list[Entry], count: int) -> list[Tensor]:
+    """Whole tensors of the parts of layers that ``count`` processes of the axis "tensor" hold."""
+
+    def one_dtype(chosen: list[Entry]) -> list[Tensor]:
+        flats = [part.permute(leaf.order).reshape(-1) for leaf, part in chosen]
+        columns = collectives.all_gather(torch.cat(flats), "tensor").view(count, -1).split(_sizes(flats), dim=1)
+        return [
+            torch.cat(
+                [_unpermuted(leaf, row.reshape([part.shape[dim] for dim in leaf.order])) for row in rows], leaf.tensor
+            )
+            for (leaf, part), rows in zip(chosen, columns, strict=True)
+        ]
+
+    return _by_dtype(entries, one_dtype)
+
+
+def unsharded(layout: Layout, entries: list[Entry]) -> list[Tensor]:
+    """Whole tensors of what one process holds, by both axes."""
+    found = [value for _, value in entries]
+    cuts = [index for index, (leaf, _) in enumerate(entries) if leaf.is_cut]
+    parts = all_gathered([(entries[index][0].part(layout.tensor), found[index]) for index in cuts], layout.width)
+    for index, value in zip(cuts, parts, strict=True):
+        found[index] = value
+    split = [index for index, (leaf, _) in enumerate(entries) if leaf.tensor >= 0]
+    wholes = _gathered_parts([(entries[index][0], found[index]) for index in split], layout.tensor)
+    for index, value in zip(split, wholes, strict=True):
+        found[index] = value
+    return found
+
+
+def reduce_scattered(entries: list[Entry], width: int) -> list[Tensor]:
+    """The pieces of sums over the processes of the axes "shard" and "data"."""
+
+    def one_dtype(chosen: list[Entry]) -> list[Tensor]:
+        columns = [_rows(leaf, value, width) for leaf, value in chosen]
         own = collectives.reduce_scatter(torch.cat(columns, dim=1).reshape(-1), "shard")
-        own = collectives.all_reduce(own, "data")
-        parts = own.split([column.shape[1] for column in columns])
-        found |= {index: _shaped(leaves[index][0], part, width) for index, part in zip(places, parts, strict=True)}
-    return [found[index] for index in range(len(leaves))]
+        flats = collectives.all_reduce(own, "data").split([column.shape[1] for column in columns])
+        return [_piece(leaf, flat, width) for (leaf, _), flat in zip(chosen, flats, strict=True)]
+
+    return _by_dtype(entries, one_dtype)
 
 
-def summed(values: list[Tensor], axis: str) -> list[Tensor]:
-    """Sums over the processes of an axis: one collective for each dtype."""
-    found: dict[int, Tensor] = {}
-    for places in _by_dtype(values):
-        flats = [values[index].reshape(-1) for index in places]
-        together = collectives.all_reduce(torch.cat(flats), axis)
-        parts = together.split([flat.numel() for flat in flats])
-        found |= {index: part.view(values[index].shape) for index, part in zip(places, parts, strict=True)}
-    return [found[index] for index in range(len(values))]
+def all_reduced(values: list[Tensor], axis: str) -> list[Tensor]:
+    """Sums over the processes of an axis."""
+
+    def one_dtype(chosen: list[tuple[None, Tensor]]) -> list[Tensor]:
+        flats = [value.reshape(-1) for _, value in chosen]
+        sums = collectives.all_reduce(torch.cat(flats), axis).split(_sizes(flats))
+        return [flat.view(value.shape) for flat, (_, value) in zip(sums, chosen, strict=True)]
+
+    return _by_dtype([(None, value) for value in values], one_dtype)
 
 
-def _by_dtype(values: list[Tensor]) -> list[list[int]]:
+def _sizes(flats: list[Tensor]) -> list[int]:
+    return [flat.numel() for flat in flats]
+
+
+def _by_dtype(
+    entries: list[tuple[T, Tensor]], function: Callable[[list[tuple[T, Tensor]]], list[Tensor]]
+) -> list[Tensor]:
+    """Call a function with the entries of each dtype; returns the results in the order of the entries."""
     places: dict[torch.dtype, list[int]] = {}
-    for index, value in enumerate(values):
+    for index, (_, value) in enumerate(entries):
         places.setdefault(value.dtype, []).append(index)
-    return list(places.values())
+    found: dict[int, Tensor] = {}
+    for indices in places.values():
+        found |= dict(zip(indices, function([entries[index] for index in indices]), strict=True))
+    return [found[index] for index in range(len(entries))]
 
 
 # --- states -----------------------------------------------------------------------------------------------------------
@@ -272,18 +298,17 @@ def _by_dtype(values: list[Tensor]) -> list[list[int]]:
 
 def part(layout: Layout, whole: TrainState) -> TrainState:
     """This process's part of a whole state."""
-    groups = meshes.current()
-    mesh = groups.mesh if groups is not None else meshes.Mesh()
+    mesh = meshes.here()
     named = {leaf.name: leaf for leaf in layout.leaves}
     cuts, summands = dict(layout.paths), set(layout.summands)
 
     def of_leaf(path: str, value: Tensor) -> Tensor:
         if path in cuts:
-            value = own(layout, named[cuts[path]], value, mesh)
+            value = shard_of(layout, named[cuts[path]], value, mesh)
         # The first process holds the sum so far.
         return torch.zeros_like(value) if path in summands and mesh.batch_rank else value
 
-    return _mapped(whole, of_leaf)._replace(placement=of(layout))
+    return mapped(whole, of_leaf)._replace(placement=of(layout))
 
 
 def full(state: TrainState) -> TrainState:
@@ -310,13 +335,15 @@ def full(state: TrainState) -> TrainState:
     cuts, found = dict(layout.paths), dict[str, Tensor]()
     leaves = dict(tree.with_paths(TrainState(*state)))
     sums = [path for path in layout.summands if path in leaves]
-    found |= dict(zip(sums, summed([leaves[path] for path in sums], "batch"), strict=True))
+    found |= dict(zip(sums, all_reduced([leaves[path] for path in sums], "batch"), strict=True))
     leaves |= found
-    for field in ("params", "opt_state", "ema", "accum"):
+    for field in _FIELDS:
         places = [path for path in leaves if path.partition("/")[0] == field]
         pieces = [path for path in places if path in cuts]
-        found |= dict(zip(pieces, wholes(layout, [(named[cuts[path]], leaves[path]) for path in pieces]), strict=True))
-    return _mapped(TrainState(*state), lambda path, value: found.get(path, value))._replace(placement=Empty())
+        found |= dict(
+            zip(pieces, unsharded(layout, [(named[cuts[path]], leaves[path]) for path in pieces]), strict=True)
+        )
+    return mapped(TrainState(*state), lambda path, value: found.get(path, value))._replace(placement=Empty())
 
 
 def weights(state: TrainState) -> TrainState:
@@ -328,12 +355,13 @@ def weights(state: TrainState) -> TrainState:
         return state
     layout = placement.layout
     pieces = [leaf for leaf in layout.leaves if not leaf.is_whole]
-    named = by_name(pieces, wholes(layout, [(leaf, state.params[leaf.name]) for leaf in pieces]))
+    named = by_name(pieces, unsharded(layout, [(leaf, state.params[leaf.name]) for leaf in pieces]))
     params = {name: named.get(name, value) for name, value in state.params.items()}
     return TrainState(*state)._replace(params=params, ema=Empty(), placement=Empty())
 
 
-def _mapped(state: TrainState, fn: Callable[[str, Any], Any]) -> TrainState:
+def mapped(state: Any, fn: Callable[[str, Any], Any]) -> Any:
+    """The tree of ``fn(path, leaf)``."""
     _, treedef = tree.flatten(state)
     return tree.unflatten(treedef, [fn(path, leaf) for path, leaf in tree.with_paths(state)])
 

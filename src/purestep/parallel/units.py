@@ -140,7 +140,7 @@ def _forward(block: Any, *args: Any, **kwargs: Any) -> Any:
     pieces: list[Tensor] = [operator.attrgetter(name)(block) for name, _ in unit.leaves]
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        whole = placement.gathered(
+        whole = placement.all_gathered(
             [(leaf, piece) for (_, leaf), piece in zip(unit.leaves, pieces, strict=True)],
             unit.width,
             differentiable=True,

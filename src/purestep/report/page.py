@@ -15,7 +15,9 @@ from .curves import Curve, quantities, smoothed
 from .run_files import StoredRun, age, bytes_text, finite, number_text, when
 
 _COLUMNS = 2  # of charts
-_HEIGHT = 320  # of a chart
+_HEIGHT = 320  # of a chart, with the gap below
+_GAP = 85  # between two rows of charts: numbers and title of an axis, title of the next chart
+_TOP, _BOTTOM = 130, 60  # margins
 _SMOOTHED = 25  # points from which a curve gets a smoothed one
 _COLORS = ("#2a78d6", "#e07b00", "#1a9b6c", "#b04fc4", "#d03f4f", "#7a6ff0", "#8a7a00", "#0f97b3")
 _DASHES = ("solid", "dot", "dash", "dashdot", "longdash")
@@ -23,7 +25,7 @@ _TITLES = {
     "lr": "learning rate",
     "grad_norm": "gradient norm",
     "steps_per_second": "steps per second",
-    "wait_fraction": "share of time waiting for data",
+    "wait_fraction": "share waiting for data",
 }
 _STYLE = """body{margin:0 auto;max-width:1240px;padding:20px;font:15px/1.5 system-ui,sans-serif}
 h1{font-size:1.4rem}h2{font-size:1rem}div.table{overflow-x:auto}table{border-collapse:collapse;font-size:.875rem}
@@ -91,14 +93,15 @@ def _figure(runs: list[StoredRun], names: list[str]) -> Any:
     rows = -(-len(found) // _COLUMNS)
     titles = [escape(_TITLES.get(name, name.replace("_", " "))) for name in found]
     height = _HEIGHT * rows
-    figure = subplots.make_subplots(rows, _COLUMNS, subplot_titles=titles, vertical_spacing=70 / height)
+    figure = subplots.make_subplots(rows, _COLUMNS, subplot_titles=titles, vertical_spacing=_GAP / height)
     named: set[str] = set()  # in the legend
     for index, (quantity, curves) in enumerate(found.items()):
         place = {"row": index // _COLUMNS + 1, "col": index % _COLUMNS + 1}
         loaders = sorted({curve.loader for curve in curves}, key=lambda loader: (loader != "train", loader))
         for curve in curves:
             several, at = len(runs) > 1, loaders.index(curve.loader)
-            label = " · ".join(part for part in (names[curve.run] if several else "", curve.loader) if part) or quantity
+            # The learning rate and other quantities without a loader share the entry of training in the legend.
+            label = " · ".join([names[curve.run]] * several + [curve.loader or "train"])
             line = {
                 "color": _COLORS[(curve.run if several else at) % len(_COLORS)],
                 "dash": _DASHES[at % len(_DASHES)] if several else "solid",
@@ -106,12 +109,17 @@ def _figure(runs: list[StoredRun], names: list[str]) -> Any:
             for trace in _traces(curve, quantity, escape(label), line, runs[curve.run]):
                 figure.add_scatter(**trace, showlegend="customdata" in trace and label not in named, **place)
                 named |= {label} if "customdata" in trace else set()
-    scales = [{"label": kind, "method": "relayout", "args": [{"yaxis.type": kind}]} for kind in ("linear", "log")]
+    scales = [
+        {"label": f"{titles[0]}: {kind}", "method": "relayout", "args": [{"yaxis.type": kind}]}
+        for kind in ("linear", "log")
+    ]
+    buttons = {"buttons": scales, "type": "buttons", "direction": "right", "x": 0, "y": 1 + 25 / height}
     figure.update_layout(
-        height=height + 120,
+        height=height + _TOP + _BOTTOM,
+        margin={"t": _TOP, "b": _BOTTOM, "l": 50, "r": 20},
         template="plotly_white",
-        legend={"orientation": "h", "yanchor": "bottom", "y": 1 + 60 / height},
-        updatemenus=[{"buttons": scales, "x": 1, "y": 1 + 90 / height, "type": "buttons", "direction": "right"}],
+        legend={"orientation": "h", "yanchor": "bottom", "y": 1 + 70 / height},
+        updatemenus=[buttons | {"xanchor": "left", "yanchor": "bottom"}],
     )
     figure.update_xaxes(title_text="updates", rangemode="tozero")
     return figure

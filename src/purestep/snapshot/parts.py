@@ -22,8 +22,8 @@ from torch import Tensor
 from .. import tree
 from ..errors import RankError, WriteFailed
 from ..files import read_json
+from ..parallel import collectives, placement
 from ..parallel import mesh as meshes
-from ..parallel import placement
 from ..types import TrainState, Tree
 from .manifest import Leaf, Piece, describe
 
@@ -33,12 +33,14 @@ _SHORTEST, _LONGEST = 0.002, 0.05  # seconds between two looks at a report
 class Rows(NamedTuple):
     """The rows of a leaf that this process holds: ``[first, end)`` of the first dimension of the whole tensor.
 
-    A scalar counts as one row. The piece at rest may have more rows, which are padding.
+    A scalar counts as one row. The piece at rest may have more rows, which are padding, and fewer columns.
     """
 
     shape: tuple[int, ...]  # of the whole tensor
     first: int
     end: int
+    columns: tuple[int, int, int] | None = None  # (dimension, first, end), where the axis "tensor" has cut another one
+    pieces: tuple[Piece, ...] = ()  # the rows that each part has, in their order
 
 
 class Spread(NamedTuple):
@@ -46,59 +48,14 @@ class Spread(NamedTuple):
 
     cuts: Mapping[str, Rows]  # path -> the rows of this process
     sums: tuple[str, ...]  # paths of leaves whose sum over the processes is stored
-    ranks: tuple[int, ...]  # of the processes that write a part each
+    parts: int  # that are written; a single one as one process writes a snapshot. Process n writes part n
     part: int | None  # that this process writes; None: no part
     holds_sums: bool  # this process restores the sums, the others zeros
 
-    @property
-    def parts(self) -> int:
-        """The number of parts. A single one is written as one process writes a snapshot."""
-        return len(self.ranks)
-
     def writes(self, path: str) -> bool:
         """True if this process stores rows of the leaf."""
-        if self.part is None:
-            return False
-        rows = self.cuts.get(path)
-        return self.part == 0 if rows is None else rows.end > rows.first
-
-    def pieces(self, path: str) -> tuple[Piece, ...]:
-        """The rows of a cut leaf in each part that has some."""
-        leaf = placement.Leaf(path, self.cuts[path].shape, (), True)
-        found = [Piece(part, *leaf.bounds(part, self.parts)) for part in range(self.parts)]
-        return tuple(piece for piece in found if piece.end > piece.first)
-
-
-def without_tensor_parts(state: Tree) -> Tree:
-    """The tree with whole states in place of those whose layers are cut over the axis "tensor": a collective. Their
-    parts are no rows, so the first process writes them whole."""
-    return _mapped(lambda node: placement.full(TrainState(*node)) if _is_tensor_parallel(node) else node, state)
-
-
-def as_tensor_parts(whole: Tree, like: Tree) -> Tree:
-    """The inverse: this process's parts of the states that `without_tensor_parts` has put together.
-
-    Args:
-        whole: a tree of whole states.
-        like: the tree before.
-    """
-    layouts: list[Any] = []
-    _mapped(lambda node: layouts.append(node.placement.layout if _is_tensor_parallel(node) else None), like)
-    remaining = iter(layouts)
-
-    def part(node: Any) -> Any:
-        layout = next(remaining)
-        return node if layout is None else placement.part(layout, node)
-
-    return _mapped(part, whole)
-
-
-def _is_tensor_parallel(node: Any) -> bool:
-    return _is_in_pieces(node) and node.placement.layout.tensor > 1
-
-
-def _mapped(fn: Callable[[Any], Any], state: Tree) -> Tree:
-    return tree.map(lambda node: fn(node) if _is_state(node) else node, state, is_leaf=_is_state)
+        pieces = self.cuts[path].pieces if path in self.cuts and self.parts > 1 else ()
+        return self.part in [piece.part for piece in pieces] if pieces else self.part == 0
 
 
 def spread(state: Tree) -> Spread:
@@ -107,25 +64,39 @@ def spread(state: Tree) -> Spread:
     Raises:
         RankError: the state is in pieces, and no mesh of as many processes is open.
     """
-    groups = meshes.current()
-    mesh = meshes.Mesh() if groups is None else groups.mesh
-    place = mesh.coordinate("shard")
+    mesh = meshes.here()
     cuts: dict[str, Rows] = {}
     sums: list[str] = []
     for prefix, layout in _layouts(state):
-        if layout.paths and layout.width != mesh.shard:
+        if layout.paths and (layout.width, layout.tensor) != (mesh.shard, mesh.tensor):
             raise RankError(
-                f"the state is one of {layout.width} pieces, and the open mesh has shard={mesh.shard}",
+                f"the state is one of {layout.width * layout.tensor} pieces, and the open mesh has shard={mesh.shard}, "
+                f"tensor={mesh.tensor}",
                 where=prefix.rstrip("/") or "state",
                 hint="save and restore inside `with ps.parallel.start(...)`, with the mesh of ps.distribute",
             )
-        named = {leaf.name: leaf for leaf in layout.leaves}
-        for path, name in layout.paths:
-            cuts[prefix + path] = Rows(named[name].shape, *named[name].bounds(place, layout.width))
+        rows = {leaf.name: _rows(leaf, layout, mesh) for leaf in layout.leaves if not leaf.is_whole}
+        cuts |= {prefix + path: rows[name] for path, name in layout.paths}
         sums += [prefix + path for path in layout.summands]
-    ranks = tuple(part * mesh.tensor for part in range(mesh.shard if cuts else 1))  # the first of "data" and "tensor"
-    part = ranks.index(mesh.rank) if mesh.rank in ranks else None
-    return Spread(cuts, tuple(sums), ranks, part, mesh.batch_rank == 0)
+    count = mesh.shard * mesh.tensor if cuts else 1
+    return Spread(cuts, tuple(sums), count, mesh.rank if mesh.rank < count else None, mesh.batch_rank == 0)
+
+
+def _rows(leaf: placement.Leaf, layout: placement.Layout, mesh: meshes.Mesh) -> Rows:
+    count, width = layout.tensor, layout.width
+    at = mesh.coordinate("tensor")
+    pieces: list[Piece] = []
+    for part in range(width * count):
+        place, other = divmod(part, count)
+        piece = Piece(part, *leaf.held(place, width, other, count))
+        if leaf.writes(place, other) and piece.end > piece.first:
+            pieces.append(piece)
+    columns = None
+    if leaf.tensor > 0:
+        size = leaf.shape[leaf.tensor] // count
+        columns = leaf.tensor, at * size, (at + 1) * size
+    first, end = leaf.held(mesh.coordinate("shard"), width, at, count)
+    return Rows(leaf.shape, first, end, columns, tuple(sorted(pieces, key=lambda piece: piece.first)))
 
 
 def _layouts(state: Tree) -> list[tuple[str, placement.Layout]]:
@@ -153,17 +124,24 @@ def described(leaves: list[tuple[str, Any]], spread: Spread) -> dict[str, Leaf]:
     for path, rows in spread.cuts.items():
         whole = records[path]._replace(shape=rows.shape)
         is_cut = whole.is_stored and spread.parts > 1
-        records[path] = whole._replace(pieces=spread.pieces(path)) if is_cut else whole
+        records[path] = whole._replace(pieces=rows.pieces) if is_cut else whole
     return records
 
 
 @torch.no_grad()
-def summed(leaves: dict[str, Any], sums: tuple[str, ...]) -> dict[str, Any]:
-    """The leaves by path, with the sums over the processes: a collective if there are any."""
-    if not sums:
-        return leaves
-    totals = placement.summed([leaves[path] for path in sums], "batch")
-    return leaves | dict(zip(sums, totals, strict=True))
+def to_store(leaves: dict[str, Any], spread: Spread) -> dict[str, Any]:
+    """The leaves by path, with sums over the processes and all columns of the rows: a collective if there are any. The
+    columns of one leaf after another are gathered, and stay on the host."""
+    if spread.sums:
+        totals = placement.all_reduced([leaves[path] for path in spread.sums], "batch")
+        leaves = leaves | dict(zip(spread.sums, totals, strict=True))
+    for path, rows in spread.cuts.items():
+        if rows.columns is not None and spread.part is not None:
+            dim = rows.columns[0]
+            every = collectives.all_gather(leaves[path].contiguous(), "tensor")
+            own = torch.cat(every.chunk(rows.shape[dim] // leaves[path].shape[dim]), dim)
+            leaves = leaves | {path: own.cpu() if spread.writes(path) else leaves[path]}
+    return leaves
 
 
 def own_rows(value: Tensor, rows: Rows | None) -> Tensor:

@@ -156,6 +156,18 @@ class _Held(NamedTuple):
     rows: Rows
     shape: tuple[int, ...]
 
+    def empty(self, dtype: Any) -> Array:
+        """Zeros for these rows, with all columns."""
+        dim = -1 if self.rows.columns is None else self.rows.columns[0]
+        return np.zeros([self.rows.shape[at] if at == dim else size for at, size in enumerate(self.shape)], dtype)
+
+    def own(self, array: Array) -> Array:
+        """The columns that the template has."""
+        if self.rows.columns is None:
+            return array
+        dim, first, end = self.rows.columns
+        return np.ascontiguousarray(array.take(range(first, end), axis=dim))
+
 
 def _pieces(leaves: list[tuple[str, Any]], spread: Spread) -> dict[str, _Held]:
     """The leaves of a template that are not whole. Sums over processes are held by one of them."""
@@ -179,18 +191,18 @@ def _arrays(
         platforms: see `orbax_io.write`.
     """
     found: dict[str, Array] = {}
-    rows: dict[str, Rows] = {}  # of the leaves that are put together
+    held: dict[str, _Held] = {}  # of the leaves that are put together
     for path, source in sources.items():
         leaf = manifest.leaves[source]
         if leaf.is_stored and (leaf.pieces or path in pieces):
-            held = pieces.get(path) or _Held(Rows(leaf.shape, 0, leaf.rows), leaf.shape)
-            found[path], rows[path] = np.zeros(held.shape, staging.carrier(leaf.dtype)), held.rows
+            held[path] = pieces.get(path) or _Held(Rows(leaf.shape, 0, leaf.rows), leaf.shape)
+            found[path] = held[path].empty(staging.carrier(leaf.dtype))
     for part in range(manifest.parts):
         stored = manifest.stored(part)
         needed = {
             path: stored[source]
             for path, source in sources.items()
-            if source in stored and (path not in rows or operator.lt(*_common(rows[path], stored[source])))
+            if source in stored and (path not in held or operator.lt(*_common(held[path].rows, stored[source])))
         }
         if part and needed:
             manifests.check_files(folder, manifest, part)
@@ -198,14 +210,15 @@ def _arrays(
         taken: set[str] = set()
         for path, piece in needed.items():
             source = sources[path]
-            if path not in rows:
+            if path not in held:
                 found[path] = values[source].copy() if source in taken else values[source]
                 taken.add(source)
                 continue
-            first, end = _common(rows[path], piece)
+            first, end = _common(held[path].rows, piece)
+            begin = held[path].rows.first
             own, other = np.atleast_1d(found[path]), np.atleast_1d(values[source])  # views: a scalar is one row
-            own[first - rows[path].first : end - rows[path].first] = other[first - piece.first : end - piece.first]
-    return found
+            own[first - begin : end - begin] = other[first - piece.first : end - piece.first]
+    return found | {path: one.own(found[path]) for path, one in held.items()}
 
 
 def _common(rows: Rows, piece: Piece) -> tuple[int, int]:

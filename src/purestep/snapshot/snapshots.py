@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from .. import tree
 from ..errors import ConfigError, Corrupt, Locked, NotFound, RankError, SnapshotError, WriteFailed
 from ..files import DirectoryLock, directory_path, failpoint, is_locked
-from ..parallel import host
+from ..parallel import mesh as meshes
+from ..parallel import processes
 from ..state import check_choice
 from ..types import Tree
 from . import directory, orbax_io, parts, reader, save_policy, staging, writer
@@ -33,7 +34,6 @@ class _Call(NamedTuple):
     step: int
     leaves: int  # digest of paths, shapes, dtypes and the number of parts
     token: str
-    before: tuple[Any, ...] | None  # the error of the previous save, as `host.sent`
 
 
 class _Plan(NamedTuple):
@@ -126,7 +126,7 @@ class Snapshots:
         self._paths = tree.Paths()
         self._buffers: staging.Buffers = {}  # of the last save; the next one reuses them
         self._restored: int | None = None  # the step that was restored since the last save
-        self._peers = host.Peers()  # of `open`
+        self._opened_by = (0, 1)  # rank and number of processes
         self._sees_locks = True  # of the other processes
         self._saves = itertools.count()
         self._staging: Path | None = None  # of the last save, in the first of several processes
@@ -154,21 +154,21 @@ class Snapshots:
             raise SnapshotError("is closed", where=str(self.directory), hint="save inside the with block")
         if not self._is_writer:
             raise SnapshotError("was opened to read", where=str(self.directory), hint="pass writer=True")
-        here = host.peers()
+        here = meshes.here()
         if not self._lock.held:
             self._acquire(here)
-        elif (here.rank, here.size) != (self._peers.rank, self._peers.size):
+        elif (here.rank, here.size) != self._opened_by:
             raise RankError(
-                f"was opened by {self._peers.size} processes, and now there are {here.size}",
+                f"was opened by {self._opened_by[1]} processes, and now there are {here.size}",
                 where=str(self.directory),
                 hint="create, use and close a Snapshots inside one `with ps.parallel.start(...)`",
             )
 
-    def _acquire(self, here: host.Peers) -> None:
+    def _acquire(self, here: meshes.Mesh) -> None:
         lock = self._lock = DirectoryLock(self.directory, _lock_name(here.rank))
         try:
-            here.first(lock.acquire)
-            paths = here.together(lambda: (lock.acquire(), str(self.directory))[1])
+            processes.first(lock.acquire)
+            paths = processes.together(lambda: (lock.acquire(), str(self.directory))[1])
             if any(path != paths[0] for path in paths):
                 raise RankError(
                     f"the processes have the directories {', '.join(dict.fromkeys(paths))}",
@@ -177,8 +177,8 @@ class Snapshots:
                 )
             others = [0] if here.rank else range(1, here.size)
             self._sees_locks = all(is_locked(self.directory / _lock_name(rank)) for rank in others)
-            here.first(lambda: self._clean(here.size))
-            self._peers = here
+            processes.first(lambda: self._clean(here.size))
+            self._opened_by = here.rank, here.size
         except BaseException:
             lock.release()
             raise
@@ -347,7 +347,7 @@ class Snapshots:
                 directory.set_aside(self.directory, step, "archived")
             return found
 
-        found = self._peers.first(archive)
+        found = processes.first(archive)
         self._restored = None
         return found
 
@@ -357,9 +357,8 @@ class Snapshots:
         Raises:
             StateError: a leaf cannot be stored.
         """
-        state = parts.without_tensor_parts(state)
         described = parts.described(tree.with_paths(state), parts.spread(state))
-        if host.peers().rank:
+        if meshes.here().rank:
             return
         size = sum(staging.size(leaf.dtype, leaf.shape) for leaf in described.values() if leaf.is_stored)
         # One more than is kept: an old step is deleted only after the new one is committed.
@@ -404,8 +403,8 @@ class Snapshots:
             RankError: the processes save different steps or states.
         """
         self.open()
-        here = self._peers
-        state = parts.without_tensor_parts(state)
+        self._last = self._here  # also of a save that fails, which is not due again at the next call
+        groups, here = meshes.current(), meshes.here()
         # Another process may not have seen the end of the previous save yet: each save has its own names.
         token = f"{os.getpid()}.{next(self._saves)}" if here.size > 1 else f"{os.getpid()}"
         plan: list[_Plan] = []
@@ -434,15 +433,10 @@ class Snapshots:
             if here.rank == 0 and here.size > 1:
                 writer.prepare(writer.staging_path(self.directory, number, token), spread.parts)
             plan.append(_Plan(manifest, dict(zip(paths, leaves, strict=True)), spread))
-            return _Call(
-                number,
-                _fingerprint(manifest, spread) if here.size > 1 else 0,
-                token,
-                host.sent(self._background.take_error()),
-            )
+            return _Call(number, _fingerprint(manifest, spread) if here.size > 1 else 0, token)
 
         try:
-            calls = here.together(check)
+            calls = processes.together(check)
             _compare(calls, where=str(self.directory))
         except Exception as error:
             if here.rank == 0 and here.size > 1:
@@ -456,15 +450,20 @@ class Snapshots:
             writer.clear(self._staging, spread.parts)
         if here.rank == 0 and here.size > 1:
             self._staging = writer.staging_path(self.directory, manifest.step, token)
-        leaves = parts.summed(leaves, spread.sums)
-        failure: WriteFailed | None = None
+        leaves = parts.to_store(leaves, spread)
+        failure: Exception | None = None
         try:
             self._buffers = writer.copied(self.directory, manifest.step, lambda: self._copy(manifest, leaves, spread))
-        except WriteFailed as error:
+            if self._buffers:
+                orbax_io.ready(self._platforms)
+        except Exception as error:
             self._buffers = {}
-            if here.size == 1:
+            if here.size == 1 and isinstance(error, WriteFailed):
                 return self._report(error)
-            failure = error  # the others learn it from the writer's thread
+            if here.size == 1:
+                raise
+            failure = error  # the others, which wait for this process's part, learn it from the writer's thread
+        before = self._background.take_error()  # of the previous save: all processes have the same
         job = writer.Job(
             root=self.directory,
             manifest=manifest,
@@ -475,15 +474,14 @@ class Snapshots:
             keep_best=self.keep_best,
             platforms=self._platforms,
             spread=spread,
-            team=writer.Team(here.rank, here.size, calls[0].token, here.timeout, self._is_alive),
+            team=writer.Team(
+                here.rank, here.size, calls[0].token, 0.0 if groups is None else groups.timeout, self._is_alive
+            ),
             failure=failure,
         )
-        self._last = self._here
         self._restored = None
-        if self._buffers:
-            orbax_io.ready(self._platforms)
         self._background.start(lambda: writer.run(job), holding=self._lock)
-        self._report(next((host.received(call.before) for call in calls if call.before is not None), None))
+        self._report(before)
 
     def _copy(self, manifest: manifests.Manifest, leaves: Mapping[str, Any], spread: parts.Spread) -> staging.Buffers:
         """Copy the values that this process stores, into the memory of the last copy where it fits."""
@@ -516,31 +514,29 @@ class Snapshots:
             StateError: a leaf of the template has a type that snapshots cannot store.
         """
         self._background.join()
-        here = host.peers()
         prefixes = None if only is None else {only} if isinstance(only, str) else set(only)
-        whole = parts.without_tensor_parts(template)
         if step is not None:
-            here.first(lambda: self._check_exists(step))
-            found = self._read_together(here, whole, step, prefixes)
+            processes.first(lambda: self._check_exists(step))
+            found = self._read_together(template, step, prefixes)
         else:
-            found = self._newest_good(here, whole, prefixes)
+            found = self._newest_good(template, prefixes)
         self._restored = found.step
-        return found._replace(state=parts.as_tensor_parts(found.state, template))
+        return found
 
     def _check_exists(self, step: int) -> None:
         if step not in (there := directory.numbered(self.directory)):
             hint = f"pass one of: {', '.join(map(str, there))}" if there else "pass another directory"
             raise NotFound(f"no snapshot of step {step}", where=str(self.directory), hint=hint)
 
-    def _read_together(self, here: host.Peers, template: Tree, step: int, prefixes: set[str] | None) -> Snapshot:
+    def _read_together(self, template: Tree, step: int, prefixes: set[str] | None) -> Snapshot:
         """Read a step in every process, or raise one error in all: a step is intact if every process can read it."""
         found: list[Snapshot] = []
 
         def read() -> int:
-            found.append(self._read(template, step, prefixes, quiet=here.rank > 0))
+            found.append(self._read(template, step, prefixes, quiet=meshes.here().rank > 0))
             return step
 
-        steps = here.together(read, mild=Corrupt)
+        steps = processes.together(read, mild=Corrupt)
         if any(other != steps[0] for other in steps):
             listed = ", ".join(map(str, dict.fromkeys(steps)))
             hint = "pass the same step in every process"
@@ -563,16 +559,17 @@ class Snapshots:
                 raise
         return self._read(template, step, prefixes, quiet=quiet)  # its writer has moved it in the meantime
 
-    def _newest_good(self, here: host.Peers, template: Tree, prefixes: set[str] | None) -> Snapshot:
+    def _newest_good(self, template: Tree, prefixes: set[str] | None) -> Snapshot:
         damaged: dict[int, Corrupt] = {}
         seen: set[int] = set()
         # The first process lists the steps: another one may see them later, on a network disk.
-        while there := here.first(lambda: [step for step in directory.numbered(self.directory) if step not in seen]):
+        unseen = lambda: [step for step in directory.numbered(self.directory) if step not in seen]  # noqa: E731
+        while there := processes.first(unseen):
             seen.add(step := there[-1])  # the newest, including steps that were saved in the meantime
             try:
-                found = self._read_together(here, template, step, prefixes)
+                found = self._read_together(template, step, prefixes)
             except Corrupt as error:
-                if not here.first(
+                if not processes.first(
                     lambda step=step: directory.place(self.directory, step).exists()
                 ):  # its writer has deleted it in the meantime
                     continue
@@ -588,7 +585,7 @@ class Snapshots:
     def _skip(self, damaged: dict[int, Corrupt], used: int) -> None:
         if is_writer := self._is_writer and not self._closed:
             self.open()
-        host.peers().first(lambda: directory.skip_damaged(self.directory, damaged, used, rename=is_writer))
+        processes.first(lambda: directory.skip_damaged(self.directory, damaged, used, rename=is_writer))
 
 
 def _check_name(directory: Path, *, writer: bool) -> None:
@@ -611,7 +608,7 @@ def _lock_name(rank: int) -> str:
 def _fingerprint(manifest: manifests.Manifest, spread: parts.Spread) -> int:
     """A digest of the facts that must be equal in all processes."""
     leaves = [(path, leaf.dtype, leaf.shape) for path, leaf in manifest.leaves.items()]
-    return zlib.crc32(repr((leaves, spread.ranks, spread.sums)).encode())
+    return zlib.crc32(repr((leaves, spread.parts, spread.sums)).encode())
 
 
 def _compare(calls: list[_Call], *, where: str) -> None:

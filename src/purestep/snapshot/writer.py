@@ -54,7 +54,7 @@ class Job(NamedTuple):
     platforms: str | None
     spread: Spread
     team: Team
-    failure: WriteFailed | None = None  # there is no copy to write
+    failure: Exception | None = None  # there is no copy to write
 
     @property
     def staging(self) -> Path:
@@ -177,8 +177,7 @@ def _wait_for_others(job: Job) -> None:
 
 
 def _reported(job: Job, part: int) -> dict[str, Any]:
-    rank, team = job.spread.ranks[part], job.team
-    return job.report(part).wait(rank=rank, alive=lambda: team.is_alive(rank), timeout=team.timeout)
+    return job.report(part).wait(rank=part, alive=lambda: job.team.is_alive(part), timeout=job.team.timeout)
 
 
 def _help(job: Job) -> None:
@@ -269,12 +268,25 @@ def _commit(job: Job, staging: Path) -> None:
         os.rename(target, directory.replaced(job.root, job.manifest.step))
     failpoint("snapshot.commit")
     os.rename(staging, target)
-    failpoint("snapshot.committed")
-    sync_directory(job.root)
-    remove_tree(directory.replaced(job.root, job.manifest.step))
+    try:
+        failpoint("snapshot.committed")
+        sync_directory(job.root)
+    except OSError as error:
+        text = f"is written, and its name may not survive a power cut: {error}"
+        raise WriteFailed(text, where=str(job.root), hint="check the disk") from error
 
 
 def _retire(job: Job) -> None:
+    """Delete steps that are no longer kept. The new step is there, so an error of the disk is only logged."""
+    try:
+        _delete(job)
+    except OSError as error:
+        text = "%s: step %d is written, but older ones could not be deleted: %s (cure: check the disk, or delete them)"
+        _log.warning(text, job.root, job.manifest.step, error)
+
+
+def _delete(job: Job) -> None:
+    remove_tree(directory.replaced(job.root, job.manifest.step))
     if job.keep is None:
         return
     found = directory.entries(job.root)

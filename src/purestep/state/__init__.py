@@ -2,10 +2,11 @@
 
 packed      a state as a few flat buffers, one for each dtype and label, with the tree as views
 stacked     the states of an ensemble as one state with a leading dimension: `ps.stack`, `ps.member`
-keywords    unknown keyword arguments of a factory
+keywords    the arguments of a factory: unknown keywords, and checks that are part of a type
 validation  is a value a count, a number, a finite number, and the errors that say so
 """
 
+from .keywords import Check as Check
 from .keywords import known_keywords as known_keywords
 from .stacked import member as member
 from .stacked import stack as stack

@@ -1,11 +1,11 @@
-"""The error for a keyword argument that a factory does not have: it names ours."""
+"""Checks of the arguments of a factory: a keyword that it does not have, and a number out of its type's range."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar, cast, get_args, get_type_hints
 
 from ..errors import ConfigError
 from .validation import nearest
@@ -13,13 +13,16 @@ from .validation import nearest
 P = ParamSpec("P")
 R = TypeVar("R")
 
+Check: TypeAlias = Callable[[str, str, Any, str], None]
+"""``(function, argument, value, cure)``: raises a ConfigError for a value out of range. The ``cure`` may be empty."""
+
 
 def known_keywords(factory: Callable[P, R]) -> Callable[P, R]:
     """Wrap a factory: a keyword argument that it does not have raises a ConfigError with the nearest one, or with our
-    name for one of another library.
+    name for one of another library; and so does a value that a `Check` in the argument's type refuses.
 
     Args:
-        factory: without ``**kwargs``.
+        factory: without ``**kwargs``. The type of an argument may be ``Annotated[float, check]``, or that or None.
 
     Example:
         >>> @known_keywords
@@ -31,17 +34,40 @@ def known_keywords(factory: Callable[P, R]) -> Callable[P, R]:
         ...     print(error)
         decayed: has no argument 'lr' (cure: learning_rate=0.1)
     """
-    parameters = inspect.signature(factory).parameters.values()
-    known = frozenset(one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY))
+    parameters = inspect.signature(factory).parameters
+    known = frozenset(
+        name for name, one in parameters.items() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+    )
+    positional = [name for name, one in parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
+    where, checks = factory.__name__, _checks(factory)
 
     @functools.wraps(factory)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         for name in kwargs:  # Dynamo follows a step that calls a factory: `optim.inject`
             if name not in known:
-                raise _unknown_keyword(factory.__name__, known, kwargs)
+                raise _unknown_keyword(where, known, kwargs)
+        if checks:
+            given: dict[str, Any] = {**dict(zip(positional, args, strict=False)), **kwargs}
+            for name, check, is_optional, cure in checks:
+                if name in given and not (is_optional and given[name] is None):
+                    check(where, name, given[name], cure)
         return factory(*args, **kwargs)
 
     return checked
+
+
+def _checks(factory: Callable[..., Any]) -> list[tuple[str, Check, bool, str]]:
+    """``(argument, check, True if None is valid, cure)`` for each check in the types of a factory."""
+    parameters = inspect.signature(factory).parameters
+    found: list[tuple[str, Check, bool, str]] = []
+    for name, hint in get_type_hints(factory, include_extras=True).items():
+        default = parameters[name].default if name in parameters else inspect.Parameter.empty
+        cure = "" if default is inspect.Parameter.empty else f"{default!r} is the default"
+        parts: list[Any] = [hint, *get_args(hint)]
+        for check in (each for part in parts for each in getattr(part, "__metadata__", ())):
+            if callable(check):
+                found.append((name, cast(Check, check), type(None) in parts, cure))
+    return found
 
 
 _ALIASES = {

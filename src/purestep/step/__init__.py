@@ -17,6 +17,7 @@ train_step   `train_step` and `flush`
 exchange     a call's contributions of several processes
 accumulation the window: adding a micro-batch, closing a full window
 update       the update of a window or its rollback
+window_position  `counting`: the position in the window, counted on the host
 random_draws seeds the generators for a step
 inference    `eval_step` and `bind`
 differentiable  the loss as a function of the parameters, for other derivatives; the gradient of a call alone
@@ -41,3 +42,4 @@ from .spec import Closing as Closing
 from .spec import Micro as Micro
 from .spec import wide as wide
 from .update import rate_names as rate_names
+from .window_position import counting as counting

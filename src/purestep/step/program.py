@@ -18,7 +18,7 @@ from .. import precision as precision_
 from .. import scaler as scaler_
 from ..errors import ConfigError
 from ..model import functional, unwrapped, wrappers
-from ..optim import numerics
+from ..optim import arguments
 from ..state import check_choice, check_count, is_number, known_keywords
 from ..types import Empty, Objective, Program, Static
 from .batch_copy import untouched
@@ -48,7 +48,7 @@ def program(
     nonfinite: Literal["raise", "skip"] = "raise",
     keep_eval: tuple[str, ...] = (),
     scaler: scaler_.Scaler | None = None,
-    values: Mapping[str, numerics.Schedule] | None = None,
+    values: Mapping[str, arguments.Schedule] | None = None,
     sam: float | Sam | None = None,
 ) -> Program:
     """Build pure steps from a module, an objective and a gradient transformation.
@@ -229,7 +229,7 @@ def _check_choices(*, accumulate: int, microbatches: int, tail: str, engine: str
     check_choice("program", ("raise", "skip"), nonfinite=nonfinite)
 
 
-def _checked_values(values: Any) -> dict[str, numerics.Schedule]:
+def _checked_values(values: Any) -> dict[str, arguments.Schedule]:
     for name, schedule in (values or {}).items():
         if not isinstance(name, str) or name in OWN_METRICS or not callable(schedule):
             raise ConfigError(

@@ -14,7 +14,7 @@ from .. import precision as precision_
 from .. import scaler as scaler_
 from ..errors import ConfigError
 from ..model import functional
-from ..optim import numerics
+from ..optim import arguments, numerics
 from ..types import Form, Metrics, Objective, Params, TrainState
 
 
@@ -93,7 +93,7 @@ class Spec(NamedTuple):
     engine: str
     halts: bool
     reach: Reach
-    values: Mapping[str, numerics.Schedule]
+    values: Mapping[str, arguments.Schedule]
     gradients: Callable[..., Micro]  # (spec, form, state, batch, context) -> Micro
     is_sharp: bool = False  # `gradients` are those of `Sam`
 

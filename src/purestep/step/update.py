@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .. import optim, tree
 from ..errors import StepContractError
-from ..optim import base, unused_parameters
+from ..optim import base, fused, unused_parameters
 from ..torch_ext import is_finite, tracing
 from ..types import Empty, Form, Mean, Metrics, Params, TrainState, Tree
 from .spec import Micro, Spec, wide
@@ -81,18 +81,18 @@ def _on_host(window: _Window, weight: Tensor, verdict: Tensor) -> tuple[TrainSta
         return _refused(window, finite=None)
     if not (window.norm.item() < math.inf and abs(verdict.item()) < math.inf):
         return _refused(window, finite=False)
-    kernel = _kernel(window)
-    if kernel is not None:
-        params, opt_state = _by_kernel(window, kernel, _in_range(kernel.rates))
-    else:
+    plan, params, opt_state = _plan(window), state.params, state.opt_state
+    if plan is None:
         params, opt_state, fits = _by_tree(window)
         if fits is not None and not fits.item():
             return _refused(window, finite=False)
-    rates = rates_of(opt_state)
-    # A schedule may return any value. A kernel's other rates are numbers, checked before.
-    if (kernel is None or kernel.rates) and not _in_range(rates.values()):
+    rates = rates_of(opt_state if plan is None else plan.state)
+    # A schedule may return any value. A plan's other rates are numbers, checked before.
+    if (plan is None or plan.rates) and not all(0 <= rate.item() < math.inf for rate in rates.values()):
         return _refused(window, finite=True, rates=rates)
-    params, opt_state, average = _with_average(window, params, opt_state, in_place=kernel is not None)
+    if plan is not None:
+        params, opt_state = _by_kernels(window, plan, ready=None)
+    params, opt_state, average = _with_average(window, params, opt_state, in_place=plan is not None)
     true = torch.ones((), dtype=torch.bool)
     new = state._replace(
         updates=state.updates + 1,
@@ -102,11 +102,6 @@ def _on_host(window: _Window, weight: Tensor, verdict: Tensor) -> tuple[TrainSta
         scaler=spec.scaler.update(state.scaler, true),
     )
     return new, _update_metrics(state, rates, window.norm.float(), applied=torch.ones(())), true
-
-
-def _in_range(rates: Iterable[Tensor]) -> bool:
-    """True if all learning rates are in [0, inf)."""
-    return all(0 <= rate.item() < math.inf for rate in rates)
 
 
 def _refused(
@@ -152,19 +147,19 @@ def _on_device(window: _Window, weight: Tensor, verdict: Tensor) -> tuple[TrainS
     if not isinstance(state.halted, Empty):
         counts = counts & (state.halted == 0)
     finite = (window.norm < torch.inf) & is_finite(verdict)  # a norm is not negative
-    kernel, old = _kernel(window), (state.params, state.opt_state, state.ema)
-    if kernel is None:
+    plan, old = _plan(window), (state.params, state.opt_state, state.ema)
+    if plan is None:
         params, opt_state, fits = _by_tree(window)
         finite = finite if fits is None else finite & fits
         attempted = counts & finite
     else:
         attempted = counts & finite
-        params, opt_state = _by_kernel(window, kernel, _all(attempted, kernel.rates))
+        params, opt_state = _by_kernels(window, plan, ready=_all(attempted, plan.rates))
     rates = rates_of(opt_state)
-    # A schedule may return any value. A kernel's other rates are numbers, checked before.
-    usable = None if kernel is not None and not kernel.rates else _usable(rates.values())
+    # A schedule may return any value. A plan's other rates are numbers, checked before.
+    usable = None if plan is not None and not plan.rates else _usable(rates.values())
     applied = attempted if usable is None else attempted & usable
-    if kernel is None:
+    if plan is None:
         average = spec.average.update(state.ema, params, window.buffers, state.updates)
         params, opt_state, average = tree.where(applied, (params, opt_state, average), old)
     else:
@@ -228,15 +223,13 @@ def _average_where(window: _Window, applied: Tensor, params: Params) -> Tree:
 # --- the transform --------------------------------------------------------------------------------------------------
 
 
-def _kernel(window: _Window) -> base.Launch | None:
-    """The transform's fused kernel for these tensors, if it has one, no graph is captured, this process holds all
-    numbers, and the host knows which parameters are unused."""
-    kernel, exchange = base.fast_of(window.spec.tx).kernel, window.form.exchange
-    if kernel is None or tracing.in_graph() or (exchange is not None and exchange.norm is not None):
+def _plan(window: _Window) -> fused.Plan | None:
+    """The update by torch's fused kernels, if they compute it for these tensors, no graph is captured, this process
+    holds all numbers, and the host knows which parameters are unused."""
+    exchange, state = window.form.exchange, window.state
+    if tracing.in_graph() or (exchange is not None and exchange.norm is not None) or _unused(window.skipped) is None:
         return None
-    if _unused(window.skipped) is None:
-        return None
-    return kernel(window.grads, window.state.opt_state, window.state.params)
+    return fused.plan(window.spec.tx, window.grads, state.opt_state, state.params)
 
 
 def _unused(skipped: unused_parameters.Reached) -> set[str] | None:
@@ -246,27 +239,24 @@ def _unused(skipped: unused_parameters.Reached) -> set[str] | None:
     return {name for name, flag in skipped.items() if flag is None or not flag.item()}
 
 
-def _by_kernel(window: _Window, kernel: base.Launch, ready: Tensor | bool) -> tuple[Params, Tree]:
-    """The parameters and the optimizer state by a fused kernel, which writes nothing of the state unless ``ready``."""
+def _by_kernels(window: _Window, plan: fused.Plan, *, ready: Tensor | None) -> tuple[Params, Tree]:
+    """The parameters and the optimizer state by a plan, which writes nothing of the state where ``ready`` is False."""
     before_write, state, unused = window.form.before_write, window.state, _unused(window.skipped) or set[str]()
     if before_write is not None:
         before_write()
-    with base.known_norm(window.grads, window.norm):
-        params, opt_state = kernel.run(window.grads, ready, before_write is not None, unused)
-    return params, unused_parameters.skip(dict.fromkeys(unused), state.params, state.opt_state, opt_state)
+    owned, norm = before_write is not None, window.norm
+    params, new = fused.run(plan, window.grads, state.params, norm=norm, ready=ready, owned=owned, unused=unused)
+    return params, unused_parameters.skip(dict.fromkeys(unused), state.params, state.opt_state, new)
 
 
 def _by_tree(window: _Window) -> tuple[Params, Tree, Tensor | None]:
     """The parameters and the optimizer state by `Transform.update`, and `_fits_float16`."""
-    form, state = window.form, window.state
-    update, args = window.spec.tx.update, (window.grads, state.opt_state, state.params)
-    if form.exchange is not None:  # of all pieces
-        result = form.exchange.update(update, *args, window.norm)
-    elif tracing.in_graph():  # which computes equal norms once
-        result = update(*args)
+    form, state, tx = window.form, window.state, window.spec.tx
+    if form.exchange is not None:
+        result = form.exchange.update(tx, window.grads, state.opt_state, state.params, window.norm)
     else:
-        with base.known_norm(window.grads, window.norm):
-            result = update(*args)
+        norms = base.Norms(known=window.norm)
+        result = base.updated(tx, window.grads, state.opt_state, state.params, norms)
     deltas, opt_state = _checked(result, state.params)
     opt_state = unused_parameters.skip(window.skipped, state.params, state.opt_state, opt_state)
     params = optim.apply_updates(state.params, deltas)

@@ -20,7 +20,7 @@ from ..ema import view as view_of
 from ..errors import ConfigError, Mismatch, StateError, WriteFailed
 from ..files import directory_path, replacing, write_failed
 from ..model import OBJECTIVE, copy_with, unwrapped
-from ..parallel import host, placement
+from ..parallel import placement, processes
 from ..state import nearest, nearest_names, stacked
 from ..types import Params, Program, TrainState
 
@@ -79,7 +79,7 @@ def export_weights(
         raise ConfigError(f"{target.suffix!r} is no format", where=str(path), hint="use the suffix .safetensors or .pt")
     stacked.check_single(state, where="export_weights")
     shown = placement.weights(view_of(state, view))
-    host.peers().first(lambda: _write(target, program, weights(program, shown, only=only)))
+    processes.first(lambda: _write(target, program, weights(program, shown, only=only)))
 
 
 def _write(target: Path, program: Program, tensors: Params) -> None:
@@ -276,7 +276,7 @@ def save_pretrained(
         hint = "pass a model of transformers, PEFT or diffusers, or call export_weights(path, program, state)"
         raise ConfigError(f"a {type(module).__name__} has no method save_pretrained", where="model", hint=hint)
     stored = _stored(module, state, view, "save_pretrained")
-    host.peers().first(lambda: _save_pretrained(target, module, stored))
+    processes.first(lambda: _save_pretrained(target, module, stored))
 
 
 def _save_pretrained(target: Path, module: nn.Module, stored: Params) -> None:

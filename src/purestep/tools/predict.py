@@ -12,7 +12,7 @@ from .. import data, rng, tree
 from ..errors import ConfigError, DataError, StateError, StepContractError
 from ..loop import ranks
 from ..objective import call_model, split_batch
-from ..parallel import agreement
+from ..parallel import processes
 from ..state import stacked
 from ..step import untouched
 from ..types import Program, Share, TrainState
@@ -181,7 +181,7 @@ class _Outputs:
 
     def joined(self) -> Any:
         """Concatenate the outputs of all processes leaf by leaf, and free the parts of each leaf."""
-        kinds = agreement.gathered((self._paths, [_without(shape, self._rows) for shape in self._shapes]))
+        kinds = processes.gathered((self._paths, [_without(shape, self._rows) for shape in self._shapes]))
         for rank, (paths, shapes) in enumerate(kinds):
             if paths != kinds[0][0]:
                 self._fail("", f"the outputs have another structure in process {rank} than in process 0")

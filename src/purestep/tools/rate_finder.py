@@ -13,7 +13,7 @@ from .. import data, optim, parallel, tree
 from .. import metrics as metrics_
 from ..errors import ConfigError, DataError, StateError, StepContractError
 from ..loop import check_pair, inputs, ranks
-from ..parallel import agreement
+from ..parallel import processes
 from ..state import check_count, check_range, stacked
 from ..types import Device, Empty, Metrics, Program, TrainState
 
@@ -141,7 +141,7 @@ def find_learning_rate(
             for index in range(steps):
                 rate = low * (high / low) ** (index / (steps - 1))
                 state, loss = _update(program, _with_rate(state, leaf, rate), batches, window)
-                loss = agreement.from_process(loss, 0)  # all processes end at one rate
+                loss = processes.from_process(loss, 0)  # all processes end at one rate
                 if not math.isfinite(loss) or _is_halted(state):
                     return _result(rates, losses, rate)
                 smooth = smoothing * smooth + (1 - smoothing) * loss

@@ -1,4 +1,4 @@
-"""One call for many tensors: torch's functions for lists (``torch._foreach``, ``torch._fused``), by plain names.
+"""One call for many tensors: torch's functions for lists (``torch._foreach``), by plain names.
 
 On a GPU a call launches a few kernels for all tensors; on the CPU it saves Python's part of each operation. `vmap`,
 Dynamo and tensor subclasses take the operations one by one: ask `tracing.may_overwrite` before.
@@ -30,7 +30,7 @@ def clone(tensors: Sequence[Tensor]) -> list[Tensor]:
     if all(each.device.type == "cpu" for each in tensors):  # where a loop is faster
         return [each.clone() for each in tensors]
     made = [torch.empty_like(each) for each in tensors]
-    for places in _by_dtype(tensors):
+    for places in by_dtype(tensors):
         _torch._foreach_copy_([made[index] for index in places], [tensors[index] for index in places])
     return made
 
@@ -71,7 +71,7 @@ def where(condition: Tensor, new: Sequence[Tensor], old: Sequence[Tensor]) -> li
         [tensor([1.]), tensor(2)]
     """
     made = [torch.empty_like(leaf) for leaf in new]
-    for places in _by_dtype(new):
+    for places in by_dtype(new):
         flat = [torch.cat([leaves[index].reshape(-1) for index in places]) for leaves in (new, old)]
         parts = torch.where(condition, *flat).split([new[index].numel() for index in places])
         shaped = [part.view(new[index].shape) for part, index in zip(parts, places, strict=True)]
@@ -79,97 +79,7 @@ def where(condition: Tensor, new: Sequence[Tensor], old: Sequence[Tensor]) -> li
     return made
 
 
-def adam_(
-    params: Sequence[Tensor],
-    updates: Sequence[Tensor],
-    mu: Sequence[Tensor],
-    nu: Sequence[Tensor],
-    counts: Sequence[Tensor],
-    *,
-    decoupled: bool,
-    lr: float | Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    found_inf: Tensor | None = None,
-) -> None:
-    """An update by the kernel of ``torch.optim.AdamW(fused=True)``, or with ``decoupled=False`` of ``Adam``, written
-    into parameters and moments. The kernel may write its temporaries into the updates.
-
-    Args:
-        params, updates, mu, nu: of one dtype for each parameter, float32 or float64.
-        counts: shape=() each, float32: updates with this one. One tensor may stand for several parameters.
-        decoupled: the weight decay comes after Adam.
-        lr, beta1, beta2, eps, weight_decay: as in torch.
-        found_inf: shape=(), float32: 1 leaves everything as it was.
-
-    Example:
-        >>> w, g, mu, nu = [torch.ones(1)], [torch.ones(1)], [torch.zeros(1)], [torch.zeros(1)]
-        >>> fixed = {"lr": 0.5, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
-        >>> adam_(w, g, mu, nu, [torch.ones(())], decoupled=True, **fixed)
-        >>> w
-        [tensor([0.5000])]
-    """
-    kernel = _torch._fused_adamw_ if decoupled else _torch._fused_adam_
-    for places in _by_dtype(params):
-        kernel(
-            *([each[index] for index in places] for each in (params, updates, mu, nu)),
-            [],
-            [counts[index] for index in places],
-            amsgrad=False,
-            lr=lr,
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=weight_decay,
-            eps=eps,
-            maximize=False,
-            found_inf=found_inf,
-        )
-
-
-def sgd_(
-    params: Sequence[Tensor],
-    updates: Sequence[Tensor],
-    sums: Sequence[Tensor],
-    *,
-    lr: float | Tensor,
-    momentum: float,
-    nesterov: bool,
-    weight_decay: float,
-    found_inf: Tensor | None = None,
-) -> None:
-    """As `adam_`, by the kernel of ``torch.optim.SGD(fused=True)``.
-
-    Args:
-        params, updates: of one dtype for each parameter, float32 or float64.
-        sums: momentum of each parameter, from zeros on; none without momentum.
-        lr, momentum, nesterov, weight_decay: as in torch.
-        found_inf: shape=(), float32: 1 leaves everything as it was.
-
-    Example:
-        >>> w = [torch.ones(1)]
-        >>> sgd_(w, [torch.ones(1)], [], lr=0.5, momentum=0.0, nesterov=False, weight_decay=0.0)
-        >>> w
-        [tensor([0.5000])]
-    """
-    for places in _by_dtype(params):
-        _torch._fused_sgd_(
-            [params[index] for index in places],
-            [updates[index] for index in places],
-            [sums[index] for index in places] if sums else [],
-            weight_decay=weight_decay,
-            momentum=momentum,
-            lr=lr,
-            dampening=0.0,
-            nesterov=nesterov,
-            maximize=False,
-            is_first_step=False,
-            found_inf=found_inf,
-        )
-
-
-def _by_dtype(tensors: Sequence[Tensor]) -> Iterable[list[int]]:
+def by_dtype(tensors: Sequence[Tensor]) -> Iterable[list[int]]:
     """The indices of the tensors of each dtype: a kernel takes one."""
     found: dict[torch.dtype, list[int]] = {}
     for index, each in enumerate(tensors):

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import importlib
 import traceback
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from torch.utils._pytree import tree_map_only
 from ..errors import StepContractError
 from . import global_rng
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
 # torch has no public names for the active transforms and modes.
 _C: Any = importlib.import_module("torch._C")
 _functorch: Any = importlib.import_module("torch._C._functorch")
@@ -29,8 +32,6 @@ _forward: Any = importlib.import_module("torch.autograd.forward_ad")
 
 _capturing: ContextVar[bool] = ContextVar("capturing", default=False)
 
-
-Function = TypeVar("Function")
 
 LIBRARIES = (torch.__file__.rpartition("__init__")[0], __file__.rpartition("torch_ext")[0])
 """The directories of torch and of purestep."""
@@ -49,22 +50,6 @@ def user_line(error: BaseException) -> str:
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     own = [f"{name}:{line}" for name, line in frames if not name.startswith(LIBRARIES) and "/optree/" not in name]
     return own[-1] if own else ""
-
-
-def constant(function: Function) -> Function:
-    """Let Dynamo call a function once, with constant arguments, where it would read it: `torch.compiler` has this as
-    ``assume_constant_result``, which loads Dynamo.
-
-    Example:
-        >>> @constant
-        ... def size(kind: type) -> int:
-        ...     return len(kind.__name__)
-        >>> size(int)
-        3
-    """
-    marked: Any = function
-    marked._dynamo_marked_constant = True
-    return function
 
 
 def in_graph() -> bool:
@@ -95,6 +80,21 @@ def capturing() -> Generator[None]:
 
 
 _rehearsing: ContextVar[bool] = ContextVar("rehearsing", default=False)
+
+
+def constant_in_graph(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """As `torch.compiler.assume_constant_result`, without loading Dynamo: in a user's `torch.compile` the function is
+    called once, and its result is a constant of the graph.
+
+    Example:
+        >>> @constant_in_graph
+        ... def name_of(kind: type) -> str:
+        ...     return kind.__name__
+        >>> name_of(int)
+        'int'
+    """
+    function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+    return function
 
 
 def in_rehearsal() -> bool:

@@ -97,9 +97,9 @@ def operands() -> list[tuple[Tensor, Tensor]]:
 def product(a: Tensor, b: Tensor, kernel: Any = None, bias: Tensor | None = None) -> Tensor:
     """``a @ b``, or ``a @ b + bias``, by the kernel."""
     made = torch.full((*a.shape[:-1], b.shape[-1]), torch.nan)
-    (ag, am, ak), (bg, bk, bn), (cg, cm, _) = ((0, *each.stride())[-3:] for each in (a, b, made))
-    groups = a.shape[0] if a.dim() == 3 else 1
-    plan = [1, groups, *made.shape[-2:], a.shape[-1], 0, ag, am, ak, 0, bg, bk, bn, 0, cg, cm]
+    (ah, am, ak), (bh, bk, bn), (ch, cm, _) = ((0, *each.stride())[-3:] for each in (a, b, made))
+    heads = a.shape[0] if a.dim() == 3 else 1
+    plan = [heads, *made.shape[-2:], a.shape[-1], ah, am, ak, bh, bk, bn, ch, cm]
     call = (kernel or cpp_library.loaded()).purestep_product
     pointers = (None if each is None else ctypes.c_void_p(each.data_ptr()) for each in (a, b, made, bias))
     call(*pointers, (ctypes.c_int64 * len(plan))(*plan))
@@ -176,7 +176,7 @@ WHICH = """
 import torch
 import test_backend as here
 from purestep.compile.cpu import cpp_library
-true, line = cpp_library.source, "  if (groups * heads * m * n == 0) return;"
+true, line = cpp_library.source, "  if (heads * m * n == 0) return;"
 assert line in true("gemm.cpp")
 cpp_library.source = lambda name: true(name).replace(line, here.SEVENS)
 tensors = torch.randn(60, 50), torch.randn(50, 70), torch.zeros(70)

@@ -477,7 +477,6 @@ print("purestep.compile.cpu.aot" in sys.modules, "torch._inductor.compile_fx" in
 
 
 @pytest.mark.compile
-@pytest.mark.optimized
 def test_a_process_that_finds_code_loads_no_compiler_wherever_the_cache_has_moved_to(own_cache: Path):
     assert printed(_WARM) == "True True"
     moved = own_cache.rename(own_cache.with_name("moved"))
@@ -485,7 +484,6 @@ def test_a_process_that_finds_code_loads_no_compiler_wherever_the_cache_has_move
 
 
 @pytest.mark.compile
-@pytest.mark.optimized
 def test_processes_that_compile_one_step_together_leave_one_whole_entry(own_cache: Path):
     started = [started_process(_WARM) for _ in range(2)]
     assert [finished(process) for process in started] == ["True True"] * 2
@@ -513,7 +511,6 @@ print(ends)
 
 
 @pytest.mark.compile
-@pytest.mark.optimized
 def test_two_threads_that_start_together_do_not_wait_for_one_another(own_cache: Path):
     for _ in range(2):  # made, found
         assert printed(_TWO_THREADS) == "[True, True]"

@@ -13,7 +13,6 @@ results but for rounding; so it does graphs for many sizes, and graphs with `tor
     attention    short attention as products
 
 ``csrc`` has the C++: ``fast.h`` in each library, ``gemm.cpp`` and ``memory.cpp`` in one that all of them call.
-``python benchmarks/run.py --only ablation`` measures what they gain.
 """
 
 from __future__ import annotations

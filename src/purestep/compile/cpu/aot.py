@@ -59,8 +59,8 @@ def _may_be_fast(graph: GraphModule) -> bool:
 
 def _fast() -> dict[str, Any]:
     """Inductor's configuration with the header of `cpp_library`. The option puts the text of any operator's declaration
-    before the code; `purestep::taken` need not occur in it."""
-    return {"aot_inductor.custom_ops_to_c_shims": {torch.ops.purestep.taken.default: [cpp_library.shim()]}}
+    before the code; `purestep::own_copy` need not occur in it."""
+    return {"aot_inductor.custom_ops_to_c_shims": {torch.ops.purestep.own_copy.default: [cpp_library.shim()]}}
 
 
 # --- threads ----------------------------------------------------------------------------------------------------------

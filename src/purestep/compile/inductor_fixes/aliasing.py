@@ -27,27 +27,27 @@ if TYPE_CHECKING:
     from torch.fx import Graph
 
 
-@library.custom_op("purestep::taken", mutates_args=(), schema="(Tensor value) -> Tensor")
-def taken(value: Tensor) -> Tensor:
+@library.custom_op("purestep::own_copy", mutates_args=(), schema="(Tensor value) -> Tensor")
+def own_copy(value: Tensor) -> Tensor:
     """A copy that inductor never removes."""
     return value.clone()
 
 
-@taken.register_fake
+@own_copy.register_fake
 def _(value: Tensor) -> Tensor:
     return torch.empty_like(value)
 
 
 @functools.cache
 def register() -> None:
-    """Register the lowering of `taken`: a separate copy. Loads inductor."""
+    """Register the lowering of `own_copy`: a separate copy. Loads inductor."""
     from torch._inductor import ir, lowering
 
     def lowered(value: Any) -> Any:
         return kind.copy_input(value)
 
     kind: Any = ir.ExternKernel
-    decorator: Any = lowering.register_lowering(torch.ops.purestep.taken.default, type_promotion_kind=None)
+    decorator: Any = lowering.register_lowering(torch.ops.purestep.own_copy.default, type_promotion_kind=None)
     decorator(lowered)
 
 
@@ -98,7 +98,7 @@ _REJOINED = "cat_splitwithsizes_replace"
 def _insert_copy(graph: Graph, user: Any, source: Any) -> None:
     first = next(node for node in graph.nodes if node.op != "placeholder")
     with graph.inserting_before(first) if source.op == "placeholder" else graph.inserting_after(source):
-        made = graph.call_function(torch.ops.purestep.taken.default, (source,))
+        made = graph.call_function(torch.ops.purestep.own_copy.default, (source,))
     made.meta.update(source.meta)
     if user.op == "output":
         user.replace_input_with(source, made)

@@ -32,6 +32,6 @@ def fix(graph: Graph) -> None:
         if fx_passes.name_of(node) != "randperm":
             continue
         with graph.inserting_after(node):
-            made = graph.call_function(torch.ops.purestep.taken.default, (node,))
+            made = graph.call_function(torch.ops.purestep.own_copy.default, (node,))
         made.meta.update(node.meta)
         node.replace_all_uses_with(made, delete_user_cb=functools.partial(operator.is_not, made))

@@ -188,8 +188,8 @@ inline constexpr bool all_kept = (std::is_same_v<std::decay_t<Tensors>, Kept> &&
 inline bool product(const Kept& a, const Kept& b, Kept& c, const float* bias = nullptr) {
   const int64_t k = c.dims() - 2, *as = a.sizes(), *at = a.strides(), *bs = b.sizes(), *bt = b.strides(), *ct = c.strides();
   if (a.dtype() != aoti_torch_dtype_float32() || b.dtype() != a.dtype() || ct[k + 1] != 1) return false;
-  const int64_t plan[] = {1, k ? as[0] : 1, as[k], bs[k + 1], as[k + 1], 0, k ? at[0] : 0, at[k], at[k + 1],
-                          0, k ? bt[0] : 0, bt[k], bt[k + 1], 0, k ? ct[0] : 0, ct[k]};
+  const int64_t plan[] = {k ? as[0] : 1, as[k], bs[k + 1], as[k + 1], k ? at[0] : 0, at[k], at[k + 1],
+                          k ? bt[0] : 0, bt[k], bt[k + 1], k ? ct[0] : 0, ct[k]};
   purestep_product((const float*)a.data_ptr(), (const float*)b.data_ptr(), (float*)c.data_ptr(), bias, plan);
   return true;
 }

@@ -15,7 +15,7 @@ constexpr int64_t DEEP = 256;  // of k at once: a panel of b stays in the first 
 constexpr int64_t ROOM = 1 << 16;  // numbers of a at once: they stay in the second
 constexpr int64_t SHORT = 64;  // of k: reading c and writing it is most of the work
 
-struct Plan { int64_t groups, heads, m, n, k, ag, ah, am, ak, bg, bh, bk, bn, cg, ch, cm; };
+struct Plan { int64_t heads, m, n, k, ah, am, ak, bh, bk, bn, ch, cm; };
 struct Strides { int64_t am, ak, b, c, add; };
 
 // c[R, cols] = a[R, k] b[k, cols] + add[R, cols], which may be c; without `add` where it is null.
@@ -149,35 +149,33 @@ inline int64_t share(int64_t size, int64_t parts, int64_t unit) {
 
 }  // namespace
 
-// c[g, h, m, n] = a[g, h, m, k] b[g, h, k, n] + bias[n], of any strides but that of n in c, which is 1. The bias may be
+// c[h, m, n] = a[h, m, k] b[h, k, n] + bias[n], of any strides but that of n in c, which is 1. The bias may be
 // null.
 extern "C" void purestep_product(
     const float* a, const float* b, float* c, const float* bias, const int64_t* plan) {
-  const auto [groups, heads, m, n, k, ag, ah, am, ak, bg, bh, bk, bn, cg, ch, cm] = *(const Plan*)plan;
-  if (groups * heads * m * n == 0) return;
-  const int threads = groups * heads * m * n * k > (1 << 18) ? omp_get_max_threads() : 1;
+  const auto [heads, m, n, k, ah, am, ak, bh, bk, bn, ch, cm] = *(const Plan*)plan;
+  if (heads * m * n == 0) return;
+  const int threads = heads * m * n * k > (1 << 18) ? omp_get_max_threads() : 1;
   // Where matrices do not go round evenly, panels are shared, or rows: what is packed twice then counts.
-  const int64_t matrices = groups * heads, panels = (n + PANEL - 1) / PANEL;
-  const int64_t each = matrices < 8 * threads ? threads / std::gcd<int64_t>(matrices, threads) : 1;
+  const int64_t panels = (n + PANEL - 1) / PANEL;
+  const int64_t each = heads < 8 * threads ? threads / std::gcd<int64_t>(heads, threads) : 1;
   const bool by_rows = (panels % each && panels < 8 * each) || (am == 1 && m > n);
   const int64_t tall = by_rows ? share(m, each, ROWS) : m, wide = by_rows ? n : share(n, each, PANEL);
   // Where k is short, rows of c are written from one end to the other, a few at once, as long as b stays near.
   const bool is_short = bn == 1 && k <= SHORT && k * n <= 4 * ROOM;
   const int64_t fits = is_short ? 2 * ROWS : ROOM / std::clamp<int64_t>(k, 1, DEEP);
   const int64_t high = share(tall, (tall + fits - 1) / fits, ROWS);
-  const auto at = [&](int64_t g, int64_t h, int64_t i, int64_t p) {
-    part(a + g * ag + h * ah + i * am, b + g * bg + h * bh + p * bn, c + g * cg + h * ch + i * cm + p,
+  const auto at = [&](int64_t h, int64_t i, int64_t p) {
+    part(a + h * ah + i * am, b + h * bh + p * bn, c + h * ch + i * cm + p,
          bias ? bias + p : nullptr, std::min(high, m - i), std::min(wide, n - p), k, {am, ak, bk, cm, 0}, bn);
   };
   if (threads == 1) {  // a parallel region of one thread takes a lock
-    for (int64_t g = 0; g < groups; g++)
-      for (int64_t h = 0; h < heads; h++)
-        for (int64_t i = 0; i < m; i += high) at(g, h, i, 0);
+    for (int64_t h = 0; h < heads; h++)
+      for (int64_t i = 0; i < m; i += high) at(h, i, 0);
     return;
   }
-#pragma omp parallel for collapse(4)
-  for (int64_t g = 0; g < groups; g++)
-    for (int64_t h = 0; h < heads; h++)
-      for (int64_t i = 0; i < m; i += high)
-        for (int64_t p = 0; p < n; p += wide) at(g, h, i, p);
+#pragma omp parallel for collapse(3)
+  for (int64_t h = 0; h < heads; h++)
+    for (int64_t i = 0; i < m; i += high)
+      for (int64_t p = 0; p < n; p += wide) at(h, i, p);
 }

@@ -1,0 +1,165 @@
+"""The steps of a run as its settings say: compiled, with donated memory, or in eager mode."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+
+from ..errors import ConfigError, PurestepError
+from ..state import nearest
+from ..step import counting, static_of
+from ..types import Device, EvalStep, Metrics, Program, Tree
+from .api import compile_program
+from .capture import Uncaptured
+from .compiled_step import CompiledStep
+from .eager_donation import can_donate, donate, without_donation
+from .eval_step import CompiledEval, takes_index
+from .first_run import first_line
+from .live_state import is_alive
+
+
+def eager_program(program: Program) -> Program:
+    """Return the program as it was before it was compiled."""
+    program = without_donation(program)
+    train, flush, evaluate = program.train_step, program.flush, program.eval_step
+    if isinstance(train, CompiledStep) and train.unroll == 1:
+        train = train.eager
+    if isinstance(flush, CompiledStep):
+        flush = flush.eager
+    if isinstance(evaluate, CompiledEval):
+        evaluate = evaluate.eager
+    return program._replace(train_step=train, flush=flush, eval_step=evaluate)
+
+
+def prepared(
+    program: Program,
+    device: Device,
+    *,
+    wanted: bool | Literal["auto"] | Mapping[str, Any],
+    donated: bool | Literal["init"],
+    say: Callable[[str], None],
+) -> Program:
+    """Return the program of a run.
+
+    Args:
+        program: which may be compiled.
+        device: of the state.
+        wanted: "auto": compiled on CUDA, with eager steps where that fails; a program that is compiled stays as it is.
+            True or the options of `compile_program`: compiled. False: as it is.
+        donated: the steps write into the memory of their state; "init": of the first one too.
+        say: is called with the reason, once for each, if steps that were to be compiled run in eager mode.
+
+    Raises:
+        ConfigError: an unknown option.
+    """
+    eager = eager_program(program)
+    compiled_already = eager.train_step is not program.train_step
+    if wanted is False or (wanted == "auto" and (compiled_already or device.type != "cuda")):
+        return program if compiled_already or not donated else _donated(program, device, init=donated == "init")
+    options: dict[str, Any] = {"donate": donated}
+    if isinstance(wanted, Mapping):
+        options |= _checked_options(wanted)
+    compiled = compile_program(eager, **options)
+    if wanted != "auto":
+        return compiled
+    assert isinstance(compiled.train_step, CompiledStep)
+    fallback = _Fallback(say)
+    return compiled._replace(
+        train_step=fallback.of(compiled.train_step.call, counting(eager.train_step)),
+        flush=fallback.of(compiled.flush, eager.flush),
+        eval_step=fallback.of_eval(compiled.eval_step, eager.eval_step),
+    )
+
+
+def _donated(program: Program, device: Device, *, init: bool) -> Program:
+    """Let the eager steps of a program reuse the memory of the state, where they can; with ``init`` that of the first
+    one too."""
+    static = static_of(program.train_step)
+    if static is None or not can_donate(static):
+        return program
+    if device.type != "cpu" and static.accumulate > 1:  # there the host counts the position in a window: `counting`
+        return program
+    return donate(program, init=init)
+
+
+def _checked_options(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    known = [name for name in inspect.signature(compile_program).parameters if name != "program"]
+    for name in given:
+        if name not in known:
+            near = nearest(name, known, likeness=0.0)
+            raise ConfigError(
+                f"compile has no option {name!r}; there are {', '.join(known)}",
+                where="fit",
+                hint=f"compile={{{near!r}: ...}}",
+            )
+    return given
+
+
+class _Fallback:
+    """Functions that call a compiled one until it cannot be compiled, then the eager one.
+
+    There is no list of the errors of a compiler. An error that the eager function raises too comes from the step or
+    the batch, and is raised. An error of the compiled function alone comes from compiling.
+
+    Args:
+        say: as in `prepared`.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._said = set[str]()  # reasons, for all functions of a program
+
+    def of(self, compiled: Callable[..., Any], eager: Callable[..., Any]) -> Callable[..., Any]:
+        """Return such a function.
+
+        Args:
+            compiled: leaves a state alive if it fails before any write to it.
+            eager: the same function.
+        """
+        chosen = compiled
+
+        def call(state: Tree, *batch: Any, **named: Any) -> Any:
+            nonlocal chosen
+            try:
+                return chosen(state, *batch, **named)
+            except Exception as error:
+                if chosen is eager or not _may_come_from_compiling(error) or not is_alive(state):
+                    raise
+                try:
+                    result = eager(state, *batch, **named)
+                except Exception as own:
+                    raise own from error
+                reason = first_line(error)
+                # A function that cannot be captured is one of several; a compiler that fails does so for all of them.
+                kind = reason if isinstance(error, Uncaptured) else "a compiler's"
+            if kind not in self._said:
+                self._said.add(kind)
+                self._say(reason)
+            chosen = eager
+            return result
+
+        return call
+
+    def of_eval(self, compiled: EvalStep | None, eager: EvalStep | None) -> EvalStep | None:
+        """Return such an eval_step."""
+        if compiled is None or eager is None:
+            return None
+        both = self.of(compiled, eager if takes_index(eager) else lambda state, *batch, index: eager(state, *batch))
+
+        def eval_step(state: Tree, *batch: Any, index: int = 0) -> Metrics:
+            return both(state, *batch, index=index)
+
+        return eval_step
+
+
+def _may_come_from_compiling(error: Exception) -> bool:
+    """True if an error may be a compiler's.
+
+    Errors of purestep are not, except that no graph can be made. Nor is a lack of memory, since eager needs more.
+    """
+    if isinstance(error, Uncaptured):
+        return True
+    return not isinstance(error, PurestepError | MemoryError | torch.OutOfMemoryError)

@@ -1,0 +1,359 @@
+"""The accounts of a run: metrics of calls become sums of the history, log lines, and a count of applied updates."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from .. import stopping, tree
+from ..compile import MetricVector, states
+from ..errors import ConfigError, NonFiniteError, StepContractError
+from ..events import Logged
+from ..state import stacked
+from ..step import rate_names
+from ..torch_ext import tensor_layout
+from ..types import Metrics, TrainState, Tree
+from . import metric_queue
+from .loop_state import Call, Cell, LoopState, cell
+from .metric_queue import MetricQueue, Rows, Totals
+from .nonfinite_steps import can_halt, check_windows, halt_error
+
+if TYPE_CHECKING:
+    from .policy import Monitor
+
+_BARE = ("grad_norm", "scale")  # step metrics that do not describe training data: no "train_" before them
+_HIDDEN = ("applied",)
+_DEPTH = 64  # calls whose metrics are copied together
+_MAX_REFUSALS = 100  # refused updates in a row, after which the run ends or warns
+_MAX_HELD = 1 << 28  # bytes of batches that are held until their calls are known to be good
+_log = logging.getLogger("purestep")
+
+
+def opened(log_every: int, state: Tree, loop: LoopState) -> Accounting:
+    """Return the accounts of a run that begins, or goes on, with these states."""
+    calls = stacked.keys(state)[0][1] if isinstance(state, TrainState) else 0
+    rates = {"lr"}.union(*(rate_names(part) for part in states(state)))
+    rates |= {f"{name}[{index}]" for name in rates for index in range(stacked.size(state))}
+    return Accounting(log_every, before=calls - loop.calls, halts=can_halt(state), rates=rates)
+
+
+class Accounting:
+    """Takes metrics as tensors; returns loop states and log lines once the numbers have arrived.
+
+    Args:
+        log_every: updates between two log lines, 0 for none.
+        before: calls of the train state before the first one of this run.
+        halts: the state may halt, so batches are held until their calls are known to be good.
+        rates: metrics that are learning rates: their last value counts, not the mean.
+    """
+
+    def __init__(
+        self, log_every: int, *, before: int = 0, halts: bool = False, rates: Collection[str] = ("lr",)
+    ) -> None:
+        self.rates = rates
+        self.lines: deque[Logged] = deque()
+        """Complete log lines, which the run takes out."""
+        self._log_every = log_every
+        self._before = before
+        self._halts = halts
+        self._warned = False
+        self._refusals = 0  # refused updates in a row
+        self._stopped = set[int]()  # members of an ensemble that have halted
+        self._member_refusals = dict[int, int]()  # member -> refused updates in a row, while others applied theirs
+        self._queue = MetricQueue()
+        self._is_fixed = False
+        self._held: deque[tuple[Call, Any]] = deque()
+        self._timer = _Timer()
+
+    def fix_depth(self, size: int) -> None:
+        """Copy metrics as often as batches of this size allow, in bytes, whatever the size of later ones."""
+        self._is_fixed = True
+        if self._halts:
+            self._queue.depth = _calls_to_hold(size)
+
+    def add(self, call: Call, metrics: Metrics | MetricVector, loop: LoopState, batch: Any = None) -> None:
+        """Put in the metrics of a call and its batch (None for a flush); ``loop`` is the state after the call."""
+        if self._halts:
+            if not self._held and batch is not None and not self._is_fixed:
+                self._queue.depth = _calls_to_hold(tensor_layout.nbytes(tree.leaves(batch)))
+            self._held.append((call, batch))
+        self._queue.add(call, metrics)
+        if not call.closing:
+            return
+        self._timer.steps += 1
+        if self._log_every and loop.updates_at_most % self._log_every == 0:
+            self._queue.start_copy()
+
+    def settle(self, loop: LoopState, state: Tree, *, wait: bool) -> LoopState:
+        """Return the loop state with what has arrived; with ``wait``, wait for everything.
+
+        Raises:
+            NonFiniteError: the state halted, or with ``wait`` will halt at the end of its window; or the state skips
+                and too many updates in a row were refused.
+        """
+        arrived = self._queue.rows(wait=wait)
+        settled = self._count(arrived, loop, state) if arrived else loop
+        if wait and self._halts:
+            check_windows(state)
+        if wait and self._queue.kinds:  # a resumed run that has made no call yet does not know the classes
+            settled = settled._replace(computed=metric_queue.computed_of(settled.interval, self._queue.kinds))
+        return settled
+
+    def _count(self, arrived: list[Rows], loop: LoopState, state: Tree) -> LoopState:
+        updates, pending, last = loop.updates, loop.pending, dict(loop.last)
+        interval, line = dict(loop.interval), dict(loop.line)
+        sums = (interval, line) if self._log_every else (interval,)
+        for rows in arrived:
+            self._warn_of_loss(rows)
+            begun = 0
+            for index, applied in enumerate(rows.applied()):
+                call: Call = rows.tags[index]
+                if not call.closing:
+                    continue
+                pending -= 1
+                if not applied:
+                    self._refused(call, rows.values(index), state)
+                    continue
+                self._refusals = 0
+                self._warn_of_members(call, rows.values(index), state)
+                updates += 1
+                if self._log_every and updates % self._log_every == 0:
+                    _sum(rows.part(begun, index + 1), sums, last, self.rates)
+                    begun = index + 1
+                    self.lines.append(self._line(call, updates, line, last))
+                    line.clear()
+            _sum(rows.part(begun), sums, last, self.rates)
+        self._release(arrived, state)
+        return loop._replace(updates=updates, pending=pending, interval=interval, line=line, last=last)
+
+    def _warn_of_loss(self, rows: Rows) -> None:
+        """Warn once if a step without a TrainState returns a loss that is not finite. Its author may intend that."""
+        if self._halts or self._warned:
+            return
+        for call, (total, weight) in zip(rows.tags, rows.pairs("loss"), strict=False):
+            if weight and not math.isfinite(total):
+                self._warned = True
+                _log.warning(
+                    "the loss is %g at epoch %d, batch %d, and the step has no TrainState that would halt at it: the "
+                    "run goes on (cure: in the step, keep the old state where the loss is not finite; or a callback "
+                    "that returns ps.Stop)",
+                    *(total / weight, call.epoch + 1, call.batch + 1),
+                )
+                return
+
+    def _warn_of_members(self, call: Call, values: Totals, state: Tree) -> None:
+        """Warn of members of an ensemble that have halted, or whose updates are all refused, while others go on."""
+        many = stacked.size(state)
+        if many < 2:
+            return
+        refused = {at for at in range(many) if not values.get(f"applied[{at}]", (1.0, 1.0))[0]} - self._stopped
+        self._member_refusals = {at: self._member_refusals.get(at, 0) + 1 for at in refused}
+        if not refused:
+            return
+        halted = state.halted.tolist() if self._halts else [0] * many
+        for at in sorted(refused):
+            if halted[at]:
+                self._stopped.add(at)
+                reason = self._invalid_rate(values, at) or "its loss, its weight or a gradient is not finite"
+                place = self._place(halted[at])
+                _log.warning(
+                    "member %d of the ensemble has halted: %s at call %d%s; the others go on",
+                    *(at, reason, halted[at], place and f" ({place})"),
+                )
+            elif self._member_refusals[at] == _MAX_REFUSALS:
+                _log.warning(
+                    "member %d of the ensemble is not trained: %d of its updates in a row were refused, up to epoch "
+                    "%d, since its gradients are not finite, or no target counts; the others go on",
+                    *(at, _MAX_REFUSALS, call.epoch + 1),
+                )
+
+    def _invalid_rate(self, values: Totals, member: int) -> str:
+        """Say which learning rate of a member is invalid; "" if none is."""
+        found = _invalid({name: pair for name, pair in values.items() if name in self.rates})
+        return next((f"{name} is {rate:g}" for name, rate in found.items() if name.endswith(f"[{member}]")), "")
+
+    def window(self, number: int) -> list[tuple[Call, Any]]:
+        """Return the calls, with their batches, of the update that halted at this call (as the state counts)."""
+        held = [(call, batch) for call, batch in self._held if call.number + self._before <= number]
+        earlier = [index for index, (call, _) in enumerate(held[:-1]) if call.closing]
+        return held[earlier[-1] + 1 :] if earlier else held
+
+    def _release(self, arrived: list[Rows], state: Tree) -> None:
+        """Release the batches of calls that are known to be good: those of closed windows."""
+        calls: Iterator[Call] = (call for rows in reversed(arrived) for call in reversed(rows.tags))
+        if not isinstance(state, TrainState):
+            self._check_halted(state)  # a user's own step need not say that it refused an update
+            good = next(calls)
+        else:
+            good = next((call for call in calls if call.closing), None)
+        while good is not None and self._held and self._held[0][0].number <= good.number:
+            self._held.popleft()
+
+    def _refused(self, call: Call, values: Totals, state: Tree) -> None:
+        """Check why an update was not applied: the state may have halted."""
+        _check_rates(call, {name: pair for name, pair in values.items() if name in self.rates})
+        self._check_halted(state)
+        self._refusals += 1
+        if self._refusals != _MAX_REFUSALS:
+            return
+        place = f"epoch {call.epoch + 1}" + (f", batch {call.batch + 1}" if call.batch >= 0 else "")
+        if self._halts:  # it did not halt, so no target had a weight
+            text = "no target counts in %d updates in a row, up to %s (a run limited by steps alone has no end then)"
+            _log.warning(text, _MAX_REFUSALS, place)
+            return
+        error = NonFiniteError(
+            f"{_MAX_REFUSALS} updates in a row were refused, so nothing is trained: gradients are not finite, or no "
+            "target counts",
+            where=f"up to {place}",
+            hint='ps.program(..., nonfinite="raise"), which names what is not finite',
+        )
+        error.step = call.number + self._before
+        raise error
+
+    def row(self, loop: LoopState) -> dict[str, Cell]:
+        """Return the metrics since the last row by their names in the history."""
+        return self._named(metric_queue.means(loop.interval, self._queue.kinds, loop.computed), loop.last)
+
+    def _named(self, values: Mapping[str, float], rates: Mapping[str, float]) -> dict[str, Cell]:
+        """Return a step's metrics by their names in the history: ``train_`` stands before what training data gave."""
+        row: dict[str, Cell] = {}
+        for name, value in values.items():
+            base = metric_queue.base_name(name)
+            if base not in _HIDDEN and name not in self.rates:
+                row[name if base in _BARE else f"train_{name}"] = value
+        return row | metric_queue.averaged({name: value for name, value in rates.items() if name in self.rates})
+
+    def _line(self, call: Call, updates: int, sums: Totals, rates: Mapping[str, float]) -> Logged:
+        named = self._named(metric_queue.means(sums, self._queue.kinds), rates)
+        numbers = {name: value for name, value in named.items() if value is not None}
+        speed, waiting = self._timer.restart()
+        return Logged(call.epoch, updates, numbers, speed, waiting)
+
+    def _check_halted(self, state: Tree) -> None:
+        # A part of a tree counts its own calls, which do not say where in the data it was.
+        error = halt_error(state, self._place) if isinstance(state, TrainState) else halt_error(state)
+        if error is not None:
+            raise error
+
+    def _place(self, number: int) -> str:
+        call = next((call for call, _ in self._held if call.number + self._before == number), None)
+        return "" if call is None else f"epoch {call.epoch + 1}, batch {call.batch + 1}"
+
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        """Leave the time inside the block out of the speed of training."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self._timer.pause(time.monotonic() - start)
+
+    def row_speed(self) -> float:
+        """Return the updates per second since the last call."""
+        return self._timer.restart_row()
+
+    def waited(self, seconds: float) -> None:
+        """Add to the time that was spent waiting for batches."""
+        self._timer.waited += seconds
+
+
+class _Timer:
+    """Steps per second and the share of time spent waiting for data, between two log lines; and between two rows."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.waited = 0.0
+        self._since = self._row_since = time.monotonic()
+        self._row_steps = 0  # of earlier lines since the last row
+
+    def pause(self, seconds: float) -> None:
+        """Leave these seconds, which have just passed, out."""
+        self._since += seconds
+        self._row_since += seconds
+
+    def restart_row(self) -> float:
+        """Return the steps per second since the last row, and start again."""
+        now = time.monotonic()
+        speed = (self._row_steps + self.steps) / max(now - self._row_since, 1e-9)
+        self._row_steps, self._row_since = -self.steps, now
+        return speed
+
+    def restart(self) -> tuple[float, float]:
+        """Return both and start again."""
+        now = time.monotonic()
+        passed = max(now - self._since, 1e-9)
+        rates = self.steps / passed, min(self.waited / passed, 1.0)
+        self._row_steps += self.steps
+        self.steps, self.waited, self._since = 0, 0.0, now
+        return rates
+
+
+def _sum(rows: Rows, sums: Iterable[Totals], last: dict[str, float], rates: Collection[str]) -> None:
+    """Add the rows to each of the sums, and take the rates from the last of them."""
+    for one in sums:
+        metric_queue.add_to(one, rows)
+    for name, total, weight in rows.columns:
+        if name in rates:
+            known = next((row for row in reversed(rows.numbers) if row[weight]), None)
+            if known is not None:
+                last[name] = known[total] / known[weight]
+
+
+def _calls_to_hold(size: int) -> int:
+    """The number of batches to hold, each of ``size`` bytes."""
+    return max(1, min(_DEPTH, _MAX_HELD // max(size, 1)))
+
+
+def _invalid(rates: Totals) -> dict[str, float]:
+    """The learning rates that are invalid: the step reports such a rate as a total without weight."""
+    return {name: total for name, (total, weight) in rates.items() if not weight and total}  # nan is true
+
+
+def _check_rates(call: Call, values: Totals) -> None:
+    """Check the learning rates."""
+    for name, rate in _invalid(values).items():
+        raise StepContractError(
+            f"{name} is {rate:g} at call {call.number}; the state is the one before that call",
+            where=f"schedule, epoch {call.epoch + 1}, batch {call.batch + 1}",
+            hint="a schedule that stays in [0, inf), past its end too: schedules.warmup_cosine(...)",
+        )
+
+
+# --- ensembles --------------------------------------------------------------------------------------------------------
+
+
+def with_best(row: Mapping[str, Cell], monitor: Monitor, members: int) -> dict[str, Cell]:
+    """Add ``val_loss[best]``, the best of ``val_loss[0]``, ``val_loss[1]``, ..., for every metric of a row whose name
+    says if small values are good, and for the monitored one. Of an ensemble of one member, ``val_loss`` is also
+    ``val_loss[0]``.
+
+    Args:
+        row: of the history.
+        monitor: its mode is used for the metric that it monitors.
+        members: of the ensemble; 0 for a program of one model.
+    """
+    found = dict(row)
+    if members == 1:  # whose metrics are vectors of one number, which have the name of a number
+        whole = {name for name in row if f"{name}[0]" not in row and not name.endswith("]")} - {"epoch", "step"}
+        found |= {f"{name}[0]": row[name] for name in row if name in whole}
+    for name in row if members else ():
+        entries = [cell(found.get(f"{name}[{index}]")) for index in range(members)]
+        known = [value for value in entries if value is not None]
+        mode = _mode(name, monitor) if known and not name.endswith("]") else None
+        if mode is not None:
+            found[f"{name}[best]"] = min(known) if mode == "min" else max(known)
+    return found
+
+
+def _mode(name: str, monitor: Monitor) -> stopping.Mode | None:
+    if monitor.metric == f"{name}[best]":
+        return monitor.mode
+    try:
+        return stopping.default_mode(name)
+    except ConfigError:
+        return None

@@ -1,0 +1,66 @@
+"""What a run records at each call of its step: the parts that settings of `fit` add, and that never change the run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..diagnostics import Recording
+from ..events import Histograms
+from ..snapshot import Snapshots
+from ..types import Program, Tree
+from .loop_state import Call, LoopState
+
+if TYPE_CHECKING:  # loads pydantic, which takes half as long as the rest of `import purestep`
+    from ..config import FitConfig
+
+
+class CallHook:
+    """Is called before and after each call of the step, and at the end of the run. A subclass does what it needs."""
+
+    def before_call(self, state: Tree, batch: Any, loop: LoopState) -> None:
+        """Before a call of train_step.
+
+        Args:
+            state: before the call, which may overwrite it.
+            batch: of the call.
+            loop: before the call.
+        """
+
+    def after_call(self, state: Tree, call: Call) -> Histograms | None:
+        """After a call of train_step or flush: return an event for sinks and callbacks, or None."""
+
+    def recording(self) -> tuple[Recording, ...]:
+        """Return the calls for `FitResult.recording`."""
+        return ()
+
+    def end(self, error: BaseException | None, snapshots: Snapshots | None) -> None:
+        """At the end of the run, which may be an error."""
+
+
+def opened(
+    config: FitConfig, program: Program, state: Tree, loop: LoopState, snapshots: Snapshots | None, *, rank: int
+) -> list[CallHook]:
+    """Return the hooks that the settings name, in the order of their calls.
+
+    Args:
+        config: of the run.
+        program: not compiled.
+        state: of the run.
+        loop: of the run.
+        snapshots: of the run. Files go into their directory.
+        rank: of this process.
+
+    Raises:
+        ConfigError: histograms of a step that is not that of a program.
+    """
+    from .histograms import histogram_hook  # late: few runs record something
+    from .profiling import profiler
+    from .recorder import BatchRecorder
+
+    directory = None if snapshots is None else snapshots.directory
+    found: list[CallHook | None] = [
+        BatchRecorder(config.record) if config.record else None,
+        profiler(config, directory, updates=loop.updates, rank=rank),
+        histogram_hook(config.histograms, program, state),
+    ]
+    return [hook for hook in found if hook is not None]

@@ -1,0 +1,321 @@
+"""The decisions between two calls: of a run of one process, and those that several processes take together.
+
+A signal, the end of `max_time`, a snapshot that is due by the clock, an error of the writer and a callback's `Stop` may
+reach one process only. After every call, after every batch of an evaluation and at every boundary, the processes
+exchange a few integers over the host group; each waits for the others, and all act on the largest of each number at
+that place. An exchange takes some tenths of a millisecond on one host (0.45 ms for two processes on two busy cores) and
+waits for no device.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from torch import Tensor
+
+from .. import data, parallel, tree
+from ..compile import plain, states
+from ..parallel import placement, processes
+from ..torch_ext import tensor_layout
+from ..types import Program, Tree
+from .accounting import Accounting
+from .inputs import Feeds
+from .loop_state import LoopState
+from .saving import Checkpointer
+from .signals import Pending, Signals
+
+if TYPE_CHECKING:  # loads pydantic, which takes half as long as the rest of `import purestep`
+    from ..config import FitConfig
+
+T = TypeVar("T")
+
+_SAME = "run the same script with the same arguments and data in every process"
+_SAME_PLACE = (
+    "the same dataset, sampler and seed in every process, no sampler that draws from torch's, numpy's or Python's "
+    "global generator, and callbacks that return states by the same rule"
+)
+_SIGNALS: tuple[Pending | None, ...] = (None, "snapshot", "interrupt", "terminate")
+
+
+# --- decisions --------------------------------------------------------------------------------------------------------
+
+
+class Decisions:
+    """The decisions of a run of one process."""
+
+    rank = 0
+    size = 1
+
+    def __init__(self, signals: Signals, checkpointer: Checkpointer, progress: Accounting, config: FitConfig) -> None:
+        self._signals = signals
+        self._checkpointer = checkpointer
+        self._progress = progress
+        self._max_time = config.max_time
+        self._begun = time.monotonic()
+
+    @property
+    def signal(self) -> Pending | None:
+        """The signal to act on."""
+        return self._signals.pending
+
+    @property
+    def leaving(self) -> bool:
+        """True if a signal ends the run."""
+        return self.signal in ("terminate", "interrupt")
+
+    def saved(self) -> None:
+        """Clear a request to save."""
+        self._signals.saved()
+
+    def is_over(self) -> bool:
+        """True if `max_time` has passed."""
+        return self._max_time is not None and time.monotonic() - self._begun >= self._max_time
+
+    def is_due(self, loop: LoopState) -> bool:
+        """True if a snapshot is due."""
+        return bool(self._checkpointer.due(loop))
+
+    def stop(self, loop: LoopState, reason: str) -> LoopState:
+        """Return the state after a callback's `Stop`."""
+        return loop.stopped(reason)
+
+    def count_answer(self) -> None:
+        """Note that a callback returned a state."""
+
+    def take(self, loop: LoopState) -> LoopState:
+        """Take the decisions of this place, and return the state after them.
+
+        Raises:
+            WriteFailed: the writer has failed.
+        """
+        self._checkpointer.check()
+        return loop
+
+    def compare(self, loop: LoopState, state: Tree) -> LoopState:
+        """Take the decisions of this place, behind an event, and compare the states of all processes.
+
+        Raises:
+            RankError: a leaf that all processes hold alike has other values in one of them.
+        """
+        del state
+        return loop
+
+    def watch(self, batches: Iterable[T]) -> Iterator[T]:
+        """Yield training batches, up to a signal that ends the run."""
+        return self._signals.watch(batches)
+
+    def watch_evaluation(self, batches: Iterable[T]) -> Iterator[T]:
+        """Yield the batches of an evaluation, up to a signal that ends the run."""
+        return self._signals.watch(batches)
+
+
+class _Numbers(NamedTuple):
+    """The numbers that a process sends. The largest of each, of all processes, counts."""
+
+    signal: int  # index in _SIGNALS
+    stop: int  # a callback returned Stop
+    failed: int  # the writer has failed
+    over: int  # max_time has passed
+    due: int  # a snapshot is due by the clock of the first process
+    place: int  # hash of what must be the same here
+    place_negated: int  # the largest is the smallest place, negated
+
+
+class JointDecisions(Decisions):
+    """The decisions of a run of several processes; see the module's docstring."""
+
+    def __init__(
+        self,
+        signals: Signals,
+        checkpointer: Checkpointer,
+        progress: Accounting,
+        config: FitConfig,
+        *,
+        mesh: parallel.Mesh,
+        feed: data.Feed,
+    ) -> None:
+        super().__init__(signals, checkpointer, progress, config)
+        self.rank, self.size = mesh.rank, mesh.size
+        self._feed = feed
+        self._loop = LoopState()
+        self._joint = _Numbers(*[0] * len(_Numbers._fields))
+        self._stop: str | None = None  # the reason of a callback in this process
+        self._failure: Exception | None = None
+        self._answers = 0
+        self._is_first_batch = True
+
+    @property
+    def signal(self) -> Pending | None:
+        return _SIGNALS[self._joint.signal]
+
+    def saved(self) -> None:
+        if self.signal == "snapshot":
+            self._joint = self._joint._replace(signal=0)
+
+    def is_over(self) -> bool:
+        return bool(self._joint.over)
+
+    def is_due(self, loop: LoopState) -> bool:
+        names = self._checkpointer.due(loop)
+        by_clock = self._joint.due and not self._checkpointer.is_saved(loop)
+        return bool(by_clock) or any(name != "every_seconds" for name in names)
+
+    def stop(self, loop: LoopState, reason: str) -> LoopState:
+        self._stop = self._stop or reason
+        return loop
+
+    def count_answer(self) -> None:
+        self._answers += 1
+
+    def take(self, loop: LoopState) -> LoopState:
+        """As `Decisions.take`: a collective.
+
+        Raises:
+            WriteFailed: the writer has failed, in every process.
+            RankError: the processes are at different places in the data, or callbacks returned states in some of them.
+        """
+        self._loop = loop
+        self._exchange()
+        if not self._joint.stop:
+            return loop
+        reasons = processes.gathered(self._stop)
+        self._stop = None
+        return loop.stopped(next(reason for reason in reasons if reason is not None))
+
+    def compare(self, loop: LoopState, state: Tree) -> LoopState:
+        loop = self.take(loop)
+        processes.check_same(
+            _values(plain(state)),
+            where=f"the state after {loop.calls} calls",
+            hint="a callback that returns another state in each process, a step with draws of its own, a faulty device",
+        )
+        return loop
+
+    def watch(self, batches: Iterable[T]) -> Iterator[T]:
+        for batch in batches:
+            if self._is_first_batch:
+                self._is_first_batch = False
+                self._check_batch(batch)
+            yield batch
+
+    def watch_evaluation(self, batches: Iterable[T]) -> Iterator[T]:
+        for batch in batches:
+            self._exchange()
+            if self.leaving:
+                return
+            yield batch
+
+    def _exchange(self) -> None:
+        pending = self._signals.pending
+        self._signals.saved()  # a request to save is sent once
+        try:
+            self._checkpointer.check()
+        except Exception as error:
+            self._failure = error
+        loop = self._loop
+        same = {
+            "the epoch": loop.epoch + 1,
+            "the number of batches": loop.batch,
+            "the number of calls": loop.calls,
+            "the order of the data": self._feed.order(loop.epoch, loop.batch - 1),
+            "the number of states that callbacks returned": self._answers,
+        }
+        place = zlib.crc32(repr(same).encode())
+        joint = _Numbers(
+            signal=max(_SIGNALS.index(pending), self._joint.signal),
+            stop=self._stop is not None,
+            failed=self._failure is not None,
+            over=super().is_over(),
+            due=self.rank == 0 and "every_seconds" in self._checkpointer.due(loop),
+            place=place,
+            place_negated=-place,
+        )
+        joint = self._joint = _Numbers(*processes.largest(joint))
+        if joint.place != -joint.place_negated:
+            processes.check_same(same, where="train", hint=_SAME_PLACE)
+        if joint.failed:
+            processes.together(self._raise_failure)
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _check_batch(self, batch: Any) -> None:
+        """Compare the first batch of all processes, and agree on how many batches are held."""
+        spec = data.check_batch(batch, where="train, first batch")
+        processes.check_same({"a batch": _text(spec.spec)}, where="train, first batch", hint=_SAME)
+        size = tensor_layout.nbytes([leaf for leaf in tree.leaves(tree.dicts(batch)) if isinstance(leaf, Tensor)])
+        self._progress.fix_depth(processes.largest([size])[0])
+
+
+def _text(spec: Any) -> str:
+    """The structure of a batch in one line."""
+    children = getattr(spec, "children", None)
+    return spec.kind if children is None else f"{spec.kind}({', '.join(map(_text, children))})"
+
+
+def opened(
+    mesh: parallel.Mesh | None,
+    signals: Signals,
+    checkpointer: Checkpointer,
+    progress: Accounting,
+    config: FitConfig,
+    feed: data.Feed,
+) -> Decisions:
+    """Return the decisions of a run."""
+    if mesh is None:
+        return Decisions(signals, checkpointer, progress, config)
+    return JointDecisions(signals, checkpointer, progress, config, mesh=mesh, feed=feed)
+
+
+# --- the same in all processes ----------------------------------------------------------------------------------------
+
+
+def check_alike(mesh: parallel.Mesh | None, facts: Callable[[], Mapping[str, Any]]) -> None:
+    """Check that all processes have begun the same run.
+
+    Args:
+        mesh: None: one process, nothing is compared.
+        facts: name -> text or number.
+
+    Raises:
+        RankError: with the names that differ.
+    """
+    if mesh is not None:
+        hint = f"{_SAME}; for weights, torch.manual_seed(0) before the model is built"
+        processes.check_same(facts(), where="fit", hint=hint)
+
+
+def place_of(loop: LoopState) -> dict[str, Any]:
+    """Return the restored position."""
+    return {"restored step": loop.calls, "epoch": loop.epoch, "batch": loop.batch, "updates": loop.updates}
+
+
+def facts_of(state: Tree, program: Program, config: FitConfig, feeds: Feeds) -> dict[str, Any]:
+    """Return what must be the same in all processes when a run begins."""
+    facts: dict[str, Any] = {f"config {name}": repr(value) for name, value in config.model_dump().items()}
+    for name, feed in {"train": feeds.train, **feeds.evaluation}.items():
+        facts |= {f"loader {name}, {key}": value for key, value in {**feed.facts, "length": feed.length}.items()}
+    static = program.static
+    if static is not None:
+        facts |= {f"program {key}": getattr(static, key) for key in ("accumulate", "tail", "has_ema")}
+        facts["program elementwise"] = static.tx.elementwise
+    for part in states(state):
+        facts["placement"] = repr(part.placement)
+    for path, leaf in tree.with_paths(state):
+        facts[f"state {path}"] = f"{leaf.dtype} {list(leaf.shape)}"
+    return facts | _values(state)
+
+
+def _values(state: Tree) -> dict[str, Any]:
+    """Checksums of the leaves that all processes hold alike: not of pieces, and not of parts of a sum."""
+    apart: set[str] = set()
+    for part in states(state):
+        if isinstance(part.placement, placement.Placement):
+            layout = part.placement.layout
+            apart |= {*(path for path, _ in layout.paths), *layout.summands}
+    leaves = [(path, leaf) for path, leaf in tree.with_paths(state) if not path.endswith(tuple(apart))]
+    return {f"checksum of {path}": processes.checksum(leaf) for path, leaf in leaves}

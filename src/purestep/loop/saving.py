@@ -1,0 +1,149 @@
+"""The snapshots that a run saves, and the state of its best row."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import data, events, files, tree
+from ..compile import LiveState, is_alive, plain, states
+from ..errors import NotFound
+from ..snapshot import Snapshots
+from ..types import Tree
+from .loop_state import Cell, LoopState, to_store
+
+_log = logging.getLogger("purestep")
+
+
+class Checkpointer:
+    """Saves the snapshots of a run: at most one per call of the step, whatever made it due.
+
+    Args:
+        snapshots: None to save nothing.
+        feed: its position is saved with the state.
+        saved: the call that the state was restored from, if it was.
+    """
+
+    def __init__(self, snapshots: Snapshots | None, feed: data.Feed, *, saved: int | None) -> None:
+        self.snapshots = snapshots
+        self._feed = feed
+        self._saved = saved
+        self._rows: dict[int, dict[str, float]] = {}  # call -> its row of the history; the last one, until it is saved
+
+    def begin(self, loop: LoopState) -> None:
+        """Let the policy count from here."""
+        if self.snapshots is not None:
+            self.snapshots.begin(updates=loop.updates, epoch=loop.epoch)
+
+    def check(self) -> None:
+        """Raise the error of the background writer, if it has failed."""
+        if self.snapshots is not None:
+            self.snapshots.check()
+
+    def is_saved(self, loop: LoopState) -> bool:
+        """True if this call has a snapshot."""
+        return self._saved == loop.calls
+
+    def due(self, loop: LoopState) -> tuple[str, ...]:
+        """The settings that make a snapshot due here."""
+        if self.snapshots is None or self._saved == loop.calls:
+            return ()
+        return self.snapshots.due(updates=loop.updates_at_most, epoch=loop.epoch)
+
+    def add_row(self, loop: LoopState, row: Mapping[str, Cell]) -> None:
+        """Store the row of this call: its snapshot is ranked by it."""
+        self._rows = {loop.calls: {name: float(value) for name, value in row.items() if value is not None}}
+
+    def save(self, state: Tree, loop: LoopState) -> events.Saved | None:
+        """Hand a snapshot to the writer, unless this call has one. A row replaces a snapshot without it."""
+        again = self._saved == loop.calls
+        metrics = self._rows.pop(loop.calls, {})
+        if self.snapshots is None or (again and not metrics):
+            return None
+        files.failpoint("loop.snapshot")
+        self.snapshots.due(updates=loop.updates_at_most, epoch=loop.epoch)  # the policy counts from here
+        stored = {"record": to_store(loop), "feed": self._feed.to_store(loop.epoch, loop.batch)}
+        self._saved = loop.calls
+        self.snapshots.save(loop.calls, state, loop=stored, metrics=metrics, history=loop.history, overwrite=again)
+        return events.Saved(loop.calls, self.snapshots.directory / str(loop.calls))
+
+    def wait(self) -> None:
+        """Wait until every snapshot is committed."""
+        if self.snapshots is not None:
+            self.snapshots.wait()
+
+
+class BestState:
+    """The state of the best row so far, for `FitResult.best_state`.
+
+    A run with snapshots reads it from the snapshot that it saved there. A run without them keeps it in memory: a state
+    of an eager step on the CPU itself, which nobody overwrites, and a copy on the host of any other one.
+
+    Args:
+        snapshots: None if the run saves none, or deletes the best one.
+        resume: the setting; a path may name the directory of the best snapshot.
+    """
+
+    def __init__(self, snapshots: Snapshots | None, resume: str | None) -> None:
+        self._snapshots = snapshots
+        self._resume = [] if resume in (None, "auto") else [Path(resume).absolute()]
+        self._kept: tuple[int, Tree, list[torch.device]] | None = None  # call, state on the host, devices of its leaves
+        self._places: list[tuple[Path, int]] = []
+        self._leaves: list[tuple[torch.Size, torch.dtype, torch.device]] = []
+        self._treedef: tree.TreeDef | None = None
+
+    def keep(self, state: Tree, loop: LoopState) -> None:
+        """Keep the state of the best row; it is saved already if the run has snapshots."""
+        if self._snapshots is not None:
+            return
+        leaves, treedef = tree.flatten(plain(state))
+        devices = [leaf.device if isinstance(leaf, Tensor) else torch.device("cpu") for leaf in leaves]
+        is_safe = data.device_of(state).type == "cpu" and not any(isinstance(part, LiveState) for part in states(state))
+        if not is_safe:
+            leaves = [leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._kept = loop.calls, tree.unflatten(treedef, leaves), devices
+
+    def end(self, state: Tree, loop: LoopState) -> None:
+        """Remember where the best state is: the run has ended, and its last state may be donated before the call."""
+        directories = [] if self._snapshots is None else [self._snapshots.directory]
+        self._snapshots = None  # locks and threads, which a pickled result cannot have
+        if loop.best_step is None or state is None or not is_alive(state):
+            return
+        self._places = [(directory, loop.best_step) for directory in directories + self._resume]
+        leaves, self._treedef = tree.flatten(state)
+        self._leaves = [(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves if isinstance(leaf, Tensor)]
+        if len(self._leaves) < len(leaves):
+            self._places = []  # a state with leaves that are no tensors has no snapshots
+
+    def __repr__(self) -> str:
+        place = "in memory" if self._kept is not None else f"in {self._places[0][0]}" if self._places else "nowhere"
+        return f"<best state {place}>"
+
+    def __call__(self) -> Tree | None:
+        """Return the best state on the device of the run; None without a monitor, or if nothing has kept it.
+
+        Raises:
+            Corrupt, Mismatch: the snapshot is damaged, or another one.
+        """
+        if self._kept is not None:
+            _, state, devices = self._kept
+            leaves, treedef = tree.flatten(state)
+            pairs = zip(leaves, devices, strict=True)
+            return tree.unflatten(treedef, [x.to(device) if isinstance(x, Tensor) else x for x, device in pairs])
+        for directory, step in self._places:
+            try:
+                return Snapshots(directory, writer=False).restore(self._template(), step=step).state
+            except NotFound as error:
+                _log.warning("the best state is not in the snapshots: %s", error)
+        return None
+
+    def _template(self) -> Any:
+        """Return a state of the right shapes that takes no memory."""
+        assert self._treedef is not None
+        made = [torch.empty((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in self._leaves]
+        return tree.unflatten(self._treedef, made)

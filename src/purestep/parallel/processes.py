@@ -1,0 +1,205 @@
+"""What the processes of a mesh tell each other on the host: numbers, values, errors, and checks that they are the same.
+
+All of it runs over the host group of the open mesh (gloo, on the CPU), so it never waits for a device. Every process
+makes the same calls in the same order. Without a mesh of several processes each function returns what this process has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import errors
+from ..errors import PurestepError, RankError
+from . import mesh as meshes
+
+T = TypeVar("T")
+_SHOWN = 3  # differences in a message
+_LONGEST = 300  # letters of a value, or of a message
+_CURE = (
+    "see the first error of the processes, which torchrun names in its last lines; `torchrun --max-restarts 3` starts "
+    "all of them again, and fit goes on from the last snapshot; if one was only slow, parallel.start(timeout=...) with "
+    "more seconds"
+)
+
+
+@contextmanager
+def answered(call: str) -> Generator[None]:
+    """Translate the error of a collective, which says that another process is gone or does not answer.
+
+    Args:
+        call: the collective, for the message.
+
+    Raises:
+        RankError: the collective failed.
+    """
+    try:
+        yield
+    except RuntimeError as error:  # torch.distributed.DistError is one
+        groups = meshes.current()
+        if isinstance(error, RankError) or groups is None:
+            raise
+        meshes.abort(groups)
+        first = (str(error).strip().splitlines() or [""])[0][:_LONGEST]
+        what = f"another process ended, failed, did not answer in time, or made another call; {call}: {first}"
+        mesh = groups.mesh
+        raise RankError(what, where=f"process {mesh.rank} of {mesh.size}", hint=_CURE) from error
+
+
+# --- numbers and values -----------------------------------------------------------------------------------------------
+
+
+def largest(numbers: Sequence[int]) -> list[int]:
+    """The elementwise maximum of the numbers of all processes, in the range of int64; as many in every process.
+
+    Example:
+        >>> import purestep as ps
+        >>> with ps.parallel.start():  # one process
+        ...     largest([3, -4])
+        [3, -4]
+    """
+    if meshes.here().size == 1:
+        return list(numbers)
+    found = torch.tensor(list(numbers), dtype=torch.int64)
+    with answered("an exchange of numbers"):
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=_host())
+    return found.tolist()
+
+
+def by_process(number: int) -> list[int]:
+    """A number of each process, at least 0, by rank."""
+    mesh = meshes.here()
+    return largest([number if rank == mesh.rank else 0 for rank in range(mesh.size)])
+
+
+def gathered(value: T) -> list[T]:
+    """The values of all processes, by rank. They are pickled: plain data, small."""
+    if (mesh := meshes.here()).size == 1:
+        return [value]
+    found: list[Any] = [None] * mesh.size
+    with answered("an exchange of values"):
+        dist.all_gather_object(found, value, group=_host())
+    return found
+
+
+def from_process(value: T, rank: int) -> T:
+    """The value of one process, in every process. It is pickled."""
+    if (mesh := meshes.here()).size == 1:
+        return value
+    box: list[Any] = [value if mesh.rank == rank else None]
+    with answered("a value of another process"):
+        dist.broadcast_object_list(box, src=rank, group=_host())
+    return box[0]
+
+
+def _host() -> Any:
+    groups = meshes.current()
+    assert groups is not None
+    return groups.host
+
+
+# --- one decides, or all fail -----------------------------------------------------------------------------------------
+
+
+def first(function: Callable[[], T]) -> T:
+    """Call the function in process 0, and return its value in all processes, or raise its error in all.
+
+    Example:
+        >>> first(lambda: 3), together(lambda: 4)
+        (3, [4])
+    """
+    if (mesh := meshes.here()).size == 1:
+        return function()
+    value, error = _outcome(function) if mesh.rank == 0 else (None, None)
+    value, sent = from_process((value, _sent(error)), 0)
+    if sent is not None:
+        raise error or _received(0, sent)
+    return cast(T, value)
+
+
+def together(function: Callable[[], T], *, mild: type[Exception] | tuple[type[Exception], ...] = ()) -> list[T]:
+    """Call the function in every process, and return all values by rank, or raise one error in all processes.
+
+    Args:
+        function: its value is copied to the other processes: plain values, lists and tuples.
+        mild: of several errors, the first one of another type is raised.
+    """
+    if (mesh := meshes.here()).size == 1:
+        return [function()]
+    value, own = _outcome(function)
+    found = gathered((value, _sent(own)))
+    failed = [(rank, _received(rank, sent)) for rank, (_, sent) in enumerate(found) if sent is not None]
+    if failed:
+        rank, error = min(failed, key=lambda entry: (isinstance(entry[1], mild), entry[0]))
+        raise own if rank == mesh.rank and own is not None else error
+    return [cast(T, value) for value, _ in found]
+
+
+def _outcome(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return function(), None
+    except Exception as error:
+        return None, error
+
+
+def _sent(error: Exception | None) -> tuple[Any, ...] | None:
+    """An error as plain values."""
+    if isinstance(error, PurestepError):
+        return type(error).__name__, error.what, error.where, error.hint, getattr(error, "errno", None)
+    return None if error is None else ("RankError", f"{type(error).__name__}: {error}", "", "", None)
+
+
+def _received(rank: int, sent: tuple[Any, ...]) -> PurestepError:
+    """The error of another process: of its class if it is one of purestep, else a RankError."""
+    name, what, where, hint, number = sent
+    found: Any = getattr(errors, name, PurestepError)(
+        what, where=f"process {rank}" + (f", {where}" if where else ""), hint=hint
+    )
+    if number is not None:
+        found.errno = number
+    return found
+
+
+# --- the same in all processes ----------------------------------------------------------------------------------------
+
+
+def check_same(facts: Mapping[str, Any], *, where: str, hint: str) -> None:
+    """Check that a mapping is the same in all processes.
+
+    Args:
+        facts: name -> text or number.
+        where: for the message.
+        hint: the cure.
+
+    Raises:
+        RankError: in every process, with the names that differ and the values of two processes.
+    """
+    first, *others = gathered({name: str(value)[:_LONGEST] for name, value in facts.items()})
+    for rank, other in enumerate(others, 1):
+        names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
+        if names:
+            shown = [
+                f"{n} is {first.get(n, 'missing')} in process 0, {other.get(n, 'missing')} in process {rank}"
+                for n in names[:_SHOWN]
+            ]
+            more = f"; and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            raise RankError(f"processes differ: {'; '.join(shown)}{more}", where=where, hint=hint)
+
+
+def checksum(value: Tensor) -> int:
+    """The sum of a tensor's numbers as integers of the same size: one bit that differs changes it.
+
+    Example:
+        >>> checksum(torch.ones(3)) == checksum(torch.tensor([1.0, 1.0, 1.0000001]))
+        False
+    """
+    flat = value.detach().reshape(-1).contiguous()
+    if flat.dtype == torch.bool or flat.is_complex():
+        flat = flat.view(torch.uint8)
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
+    return int(flat.view(kind).sum(dtype=torch.int64))

@@ -1,1 +1,0 @@
-"""Models of many kinds, each trained by a loop by hand and by purestep's steps; `python -m tests.zoo` trains them."""
