@@ -18,24 +18,22 @@ VALUES = st.lists(st.floats(allow_nan=True, allow_infinity=True, width=32), max_
 
 
 def run(values: Sequence[float], mode: stopping.Mode = "min", **kwargs: Any) -> list[Record]:
-    records = [stopping.init()]
+    records = [Record()]
     for epoch, value in enumerate(values, start=1):
-        records.append(stopping.observe(records[-1], value, epoch=epoch, mode=mode, **kwargs))
+        records.append(records[-1].after(value, epoch=epoch, mode=mode, **kwargs))
     return records
 
 
 def stopped_at(values: Sequence[float], rule: EarlyStopping, **kwargs: Any) -> int | None:
     """The first epoch after which the run stops."""
     records = run(values, rule=rule, **kwargs)
-    return next((epoch for epoch, record in enumerate(records) if stopping.should_stop(record, rule)), None)
+    return next((epoch for epoch, record in enumerate(records) if record.bad_epochs >= rule.patience), None)
 
 
 def test_the_best_is_a_strict_improvement_in_either_direction():
     small, large = run([0.5, 0.5, 0.4, 0.9])[-1], run([0.5, 0.5, 0.4, 0.9], mode="max")[-1]
     assert (small.best, small.best_epoch) == (0.4, 3)
     assert (large.best, large.best_epoch) == (0.9, 4)
-    assert stopping.improved(small, epoch=3)
-    assert not stopping.improved(small, epoch=4)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, None])
@@ -57,7 +55,7 @@ def test_min_delta_gates_the_patience_and_not_the_best():
     rule = EarlyStopping(patience=2, min_delta=0.1)
     final = run([1.0, 0.95, 0.93], rule=rule)[-1]
     assert (final.best, final.best_epoch) == (0.93, 3)
-    assert stopping.should_stop(final, rule)
+    assert final.bad_epochs == rule.patience
 
 
 def test_small_steps_add_up_to_an_improvement_over_the_value_that_last_reset_the_patience():
@@ -71,10 +69,10 @@ def test_epochs_before_the_start_do_not_count_as_bad():
 
 
 def test_the_start_may_be_in_a_smaller_unit_than_what_is_counted():
-    rule, record = EarlyStopping(patience=2, start_ratio=0.5), stopping.init()
+    rule, record = EarlyStopping(patience=2, start_ratio=0.5), Record()
     counted: list[int] = []
     for count in range(1, 6):  # an evaluation every three batches, of 20 in all
-        record = stopping.observe(record, 1.0, epoch=count, mode="min", rule=rule, total_epochs=20, passed=3 * count)
+        record = record.after(1.0, epoch=count, mode="min", rule=rule, total_epochs=20, passed=3 * count)
         counted.append(record.bad_epochs)
     assert counted == [0, 0, 0, 1, 2]
     assert (record.best_epoch, record.start_epoch) == (1, 10)
@@ -84,33 +82,29 @@ def test_the_start_is_worked_out_anew_when_the_number_of_epochs_changes():
     rule = EarlyStopping(patience=2, start_ratio=0.5)
     record = run([1.0, 1.0, 1.0], rule=rule, total_epochs=4)[-1]
     assert (record.start_epoch, record.bad_epochs) == (2, 2)
-    longer = stopping.observe(record, 1.0, epoch=4, mode="min", rule=rule, total_epochs=100)
+    longer = record.after(1.0, epoch=4, mode="min", rule=rule, total_epochs=100)
     assert (longer.start_epoch, longer.bad_epochs) == (50, 0)
 
 
 @pytest.mark.parametrize(("total", "ratio", "start"), [(100, 0.5, 50), (3, 0.5, 1), (1, 0.9, 1), (7, 1.0, 7)])
 def test_the_start_epoch_is_at_least_the_first(total: int, ratio: float, start: int):
-    assert stopping.start_epoch(EarlyStopping(patience=1, start_ratio=ratio), total) == start
+    assert EarlyStopping(patience=1, start_ratio=ratio).start(total) == start
 
 
 def test_a_start_ratio_of_unknown_epochs_is_refused():
     with pytest.raises(ConfigError, match=r"EarlyStopping: start_ratio=0\.5 is a share of the run, but neither"):
-        stopping.start_epoch(EarlyStopping(patience=1, start_ratio=0.5), None)
-
-
-def test_without_a_rule_it_never_stops():
-    assert not stopping.should_stop(run([1.0] * 50)[-1], None)
+        EarlyStopping(patience=1, start_ratio=0.5).start(None)
 
 
 @settings(deadline=None)
 @given(values=VALUES, cut=st.integers(0, 30))
 def test_a_run_that_goes_through_json_ends_with_the_same_record(values: list[float], cut: int):
     rule = EarlyStopping(patience=2, min_delta=0.1)
-    record = stopping.init()
+    record = Record()
     for epoch, value in enumerate(values, start=1):
         if epoch == cut:
-            record = stopping.from_json(json.loads(json.dumps(stopping.to_json(record), allow_nan=False)))
-        record = stopping.observe(record, value, epoch=epoch, mode="min", rule=rule)
+            record = Record(**json.loads(json.dumps(record._asdict(), allow_nan=False)))
+        record = record.after(value, epoch=epoch, mode="min", rule=rule)
     assert record == run(values, rule=rule)[-1]
 
 
@@ -125,7 +119,7 @@ def test_the_best_is_the_first_smallest_finite_value(values: list[float]):
 def test_observing_leaves_the_record_as_it_was():
     record = run([1.0])[-1]
     before = tuple(record)
-    stopping.observe(record, 0.5, epoch=2, mode="min")
+    record.after(0.5, epoch=2, mode="min")
     assert tuple(record) == before
 
 
@@ -172,9 +166,9 @@ def torch_scales(values: Sequence[float], mode: stopping.Mode, **kwargs: Any) ->
 
 
 def our_scales(values: Sequence[float], mode: stopping.Mode, rule: Plateau) -> list[float]:
-    record, scales = stopping.plateau_init(), []
+    record, scales = stopping.PlateauRecord(), []
     for value in values:
-        record = stopping.plateau_observe(record, value, rule=rule, mode=mode)
+        record = record.after(value, rule=rule, mode=mode)
         scales.append(record.scale)
     return scales
 

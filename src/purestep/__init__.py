@@ -24,7 +24,7 @@ keeps its code in the compiler's cache directory.
     --------------------------------------------------------------------------------------------------
     parallel                                          several processes: meshes, placements, collectives
     files  events  config  data                       atomic files, events of fit, settings, loaders
-    snapshot  sinks  diagnostics  contrib             orbax, progress, impurity and nan, other libraries
+    snapshot  sinks  diagnostics                      orbax, progress, impurity and nan
     loop  tools  testing  report                      fit, benchmarks and export, checks for unit tests, runs for people
     __main__                                          python -m purestep
 

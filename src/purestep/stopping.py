@@ -1,7 +1,7 @@
 """Best value, early stopping, and learning rate reduction on a plateau: pure functions of host numbers.
 
-A rule is a frozen dataclass. Its state is a record, a NamedTuple of plain numbers that JSON can hold. `observe` returns
-the next record from the last one and a new value. A value that is infinite, nan or None (the history stores None for
+A rule is a frozen dataclass. Its state is a record, a NamedTuple of plain numbers that JSON can hold; ``after`` returns
+the next record from a new value. A value that is infinite, nan or None (the history stores None for
 both) is never the best value and counts as no improvement.
 """
 
@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from .errors import ConfigError
 from .state import check_choice, check_count, check_range, whole
@@ -50,127 +49,87 @@ class EarlyStopping:
         check_range("EarlyStopping", 0, cure="min_delta=0.0", min_delta=self.min_delta)
         check_range("EarlyStopping", 0, 1, ends="[]", start_ratio=self.start_ratio)
 
+    def start(self, total: int | None) -> int:
+        """The first epoch, from 1, that may count as bad: ``total * start_ratio``, rounded down.
+
+        Raises:
+            ConfigError: ``start_ratio`` is set, and the number of epochs is unknown.
+
+        Example:
+            >>> EarlyStopping(patience=2, start_ratio=0.5).start(100)
+            50
+        """
+        if self.start_ratio == 0.0:
+            return 1
+        if total is None:
+            raise ConfigError(
+                f"start_ratio={self.start_ratio} is a share of the run, but neither epochs nor steps is set",
+                where="EarlyStopping",
+                hint="fit(..., epochs=100), or start_ratio=0.0",
+            )
+        return max(1, whole(total * self.start_ratio))
+
 
 class Record(NamedTuple):
-    """The state of best value tracking and early stopping. Every value is finite or None."""
-
-    best: float | None  # the best value so far
-    best_epoch: int | None  # its epoch, from 1
-    reference: float | None  # the last value that beat the previous reference by more than min_delta
-    bad_epochs: int  # epochs in a row without such a value, from start_epoch on
-    start_epoch: int  # the first epoch that may count as bad, from 1; in the unit of `observe`'s total_epochs
-
-
-def init() -> Record:
-    """Return the record before the first value.
+    """The state of best value tracking and early stopping. Every value is finite or None.
 
     Example:
-        >>> init().best is None
-        True
+        >>> record = Record().after(0.5, epoch=1, mode="min").after(0.7, epoch=2, mode="min")
+        >>> record.best, record.best_epoch
+        (0.5, 1)
     """
-    return Record(best=None, best_epoch=None, reference=None, bad_epochs=0, start_epoch=1)
+
+    best: float | None = None  # the best value so far
+    best_epoch: int | None = None  # its epoch, from 1
+    reference: float | None = None  # the last value that beat the previous reference by more than min_delta
+    bad_epochs: int = 0  # epochs in a row without such a value, from start_epoch on
+    start_epoch: int = 1  # the first epoch that may count as bad, from 1; in the unit of `total_epochs`
+
+    def after(
+        self,
+        value: float | None,
+        *,
+        epoch: int,
+        mode: Mode,
+        rule: EarlyStopping | None = None,
+        total_epochs: int | None = None,
+        passed: int | None = None,
+    ) -> Record:
+        """Return the record after one more value.
+
+        Args:
+            value: the monitored metric; None for a value that is not finite.
+            epoch: epochs (or evaluations) completed, from 1.
+            mode: "min" if small values are good, "max" if large values are.
+            rule: early stopping, or None to track only the best value.
+            total_epochs: planned epochs; needed only with ``start_ratio``. It may change at a resume, because every
+                call computes the start from it.
+            passed: the progress in the unit of ``total_epochs``, if ``epoch`` counts evaluations. The unit may be
+                batches or updates, so that the start may be inside of an epoch. None: ``epoch``.
+
+        Raises:
+            ConfigError: ``start_ratio`` is set and the number of epochs is unknown.
+        """
+        is_best = _is_better(value, self.best, mode=mode)
+        start = rule.start(total_epochs) if rule else 1
+        is_improvement = _is_better(value, self.reference, mode=mode, min_delta=rule.min_delta if rule else 0.0)
+        is_before_start = (epoch if passed is None else passed) < start
+        return Record(
+            best=value if is_best else self.best,
+            best_epoch=epoch if is_best else self.best_epoch,
+            reference=value if is_improvement else self.reference,
+            bad_epochs=0 if is_improvement or is_before_start else self.bad_epochs + 1,
+            start_epoch=start,
+        )
 
 
-def observe(
-    record: Record,
-    value: float | None,
-    *,
-    epoch: int,
-    mode: Mode,
-    rule: EarlyStopping | None = None,
-    total_epochs: int | None = None,
-    passed: int | None = None,
-) -> Record:
-    """Return the record after one more value.
-
-    Args:
-        record: from `init` or the last `observe`.
-        value: the monitored metric; None for a value that is not finite.
-        epoch: epochs (or evaluations) completed, from 1.
-        mode: "min" if small values are good, "max" if large values are.
-        rule: early stopping, or None to track only the best value.
-        total_epochs: planned epochs; needed only with ``start_ratio``. It may change at a resume, because every call
-            computes the start from it.
-        passed: the progress in the unit of ``total_epochs``, if ``epoch`` counts evaluations. The unit may be batches
-            or updates, so that the start may be inside of an epoch. None: ``epoch``.
-
-    Raises:
-        ConfigError: ``start_ratio`` is set and the number of epochs is unknown.
-
-    Example:
-        >>> record = observe(init(), 0.5, epoch=1, mode="min")
-        >>> record = observe(record, 0.7, epoch=2, mode="min")
-        >>> record.best, record.best_epoch, improved(record, epoch=2)
-        (0.5, 1, False)
-    """
-    value = None if value is None else float(value)
-    best = is_better(value, record.best, mode=mode)
-    start = start_epoch(rule, total_epochs)
-    is_improvement = is_better(value, record.reference, mode=mode, min_delta=rule.min_delta if rule else 0.0)
-    is_before_start = (epoch if passed is None else passed) < start
-    bad_epochs = 0 if is_improvement or is_before_start else record.bad_epochs + 1
-    return Record(
-        best=value if best else record.best,
-        best_epoch=epoch if best else record.best_epoch,
-        reference=value if is_improvement else record.reference,
-        bad_epochs=bad_epochs,
-        start_epoch=start,
-    )
-
-
-def is_better(value: float | None, best: float | None, *, mode: Mode, min_delta: float = 0.0) -> bool:
-    """Return True if ``value`` is strictly better than ``best`` by more than ``min_delta``.
-
-    Example:
-        >>> is_better(0.5, 0.5, mode="min"), is_better(float("nan"), None, mode="min")
-        (False, False)
-    """
+def _is_better(value: float | None, best: float | None, *, mode: Mode, min_delta: float = 0.0) -> bool:
+    """True if ``value`` is strictly better than ``best`` by more than ``min_delta``."""
     if value is None or not math.isfinite(value):
         return False
     if best is None:
         return True
     return value < best - min_delta if mode == "min" else value > best + min_delta
-
-
-def improved(record: Record, *, epoch: int) -> bool:
-    """Return True if the value of this epoch is the best value.
-
-    Example:
-        >>> improved(observe(init(), 0.5, epoch=1, mode="min"), epoch=1)
-        True
-    """
-    return record.best_epoch == epoch
-
-
-def should_stop(record: Record, rule: EarlyStopping | None) -> bool:
-    """Return True if the patience is used up; False without a rule.
-
-    Example:
-        >>> should_stop(init()._replace(bad_epochs=3), EarlyStopping(patience=3))
-        True
-    """
-    return rule is not None and record.bad_epochs >= rule.patience
-
-
-def start_epoch(rule: EarlyStopping | None, total_epochs: int | None) -> int:
-    """Return the first epoch, from 1, that may count as bad: ``total_epochs * start_ratio``, rounded down.
-
-    Raises:
-        ConfigError: ``start_ratio`` is set and the number of epochs is unknown.
-
-    Example:
-        >>> start_epoch(EarlyStopping(patience=2, start_ratio=0.5), 100)
-        50
-    """
-    if rule is None or rule.start_ratio == 0.0:
-        return 1
-    if total_epochs is None:
-        raise ConfigError(
-            f"start_ratio={rule.start_ratio} is a share of the run, but neither epochs nor steps is set",
-            where="EarlyStopping",
-            hint="fit(..., epochs=100), or start_ratio=0.0",
-        )
-    return max(1, whole(total_epochs * rule.start_ratio))
 
 
 def default_mode(monitor: str) -> Mode:
@@ -190,26 +149,6 @@ def default_mode(monitor: str) -> Mode:
         where="fit",
         hint=f'monitor={monitor!r}, mode="max"',
     )
-
-
-def to_json(record: Record) -> dict[str, float | int | None]:
-    """Convert a record to a dict for JSON. Its numbers are finite or None.
-
-    Example:
-        >>> from_json(to_json(init())) == init()
-        True
-    """
-    return record._asdict()
-
-
-def from_json(found: Mapping[str, Any]) -> Record:
-    """Restore the record of `to_json`.
-
-    Example:
-        >>> from_json(to_json(init())) == init()
-        True
-    """
-    return Record(**{name: found[name] for name in Record._fields})
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,10 +171,8 @@ class Plateau:
         ConfigError: a number is out of its range.
 
     Example:
-        >>> rule, record = Plateau(factor=0.5, patience=0), plateau_init()
-        >>> for value in (1.0, 1.0):
-        ...     record = plateau_observe(record, value, rule=rule, mode="min")
-        >>> record.scale
+        >>> rule = Plateau(factor=0.5, patience=0)
+        >>> PlateauRecord().after(1.0, rule=rule, mode="min").after(1.0, rule=rule, mode="min").scale
         0.5
     """
 
@@ -256,51 +193,35 @@ class Plateau:
 
 
 class PlateauRecord(NamedTuple):
-    """The state of `Plateau`. Every value is finite or None."""
-
-    best: float | None
-    bad_epochs: int
-    cooldown: int  # remaining epochs that do not count
-    scale: float  # factor for the learning rate, in [0, 1]
-
-
-def plateau_init() -> PlateauRecord:
-    """Return the record before the first value, with scale 1.
+    """The state of `Plateau`. Every value is finite or None.
 
     Example:
-        >>> plateau_init().scale
+        >>> PlateauRecord().scale
         1.0
     """
-    return PlateauRecord(best=None, bad_epochs=0, cooldown=0, scale=1.0)
 
+    best: float | None = None
+    bad_epochs: int = 0
+    cooldown: int = 0  # remaining epochs that do not count
+    scale: float = 1.0  # factor for the learning rate, in [0, 1]
 
-def plateau_observe(record: PlateauRecord, value: float | None, *, rule: Plateau, mode: Mode) -> PlateauRecord:
-    """Return the record after one more value.
+    def after(self, value: float | None, *, rule: Plateau, mode: Mode) -> PlateauRecord:
+        """Return the record after one more value. A resumed run can recompute it from the history of `FitStart`.
 
-    Args:
-        record: from `plateau_init` or the last `plateau_observe`. A resumed run can recompute it from the values in the
-            history of `FitStart`.
-        value: the monitored metric; None for a value that is not finite.
-        rule: the plateau rule.
-        mode: "min" if small values are good, "max" if large values are.
-
-    Example:
-        >>> record = plateau_init()
-        >>> for value in (1.0, 2.0, 2.0):
-        ...     record = plateau_observe(record, value, rule=Plateau(factor=0.1, patience=1), mode="min")
-        >>> record.scale
-        0.1
-    """
-    value = None if value is None else float(value)
-    better = is_better(value, _limit(record.best, rule, mode), mode=mode)
-    bad_epochs = 0 if better or record.cooldown > 0 else record.bad_epochs + 1
-    reduce = bad_epochs > rule.patience
-    return PlateauRecord(
-        best=value if better else record.best,
-        bad_epochs=0 if reduce else bad_epochs,
-        cooldown=rule.cooldown if reduce else max(0, record.cooldown - 1),
-        scale=max(record.scale * rule.factor, rule.min_scale) if reduce else record.scale,
-    )
+        Args:
+            value: the monitored metric; None for a value that is not finite.
+            rule: the plateau rule.
+            mode: "min" if small values are good, "max" if large values are.
+        """
+        is_best = _is_better(value, _limit(self.best, rule, mode), mode=mode)
+        bad_epochs = 0 if is_best or self.cooldown > 0 else self.bad_epochs + 1
+        is_reduced = bad_epochs > rule.patience
+        return PlateauRecord(
+            best=value if is_best else self.best,
+            bad_epochs=0 if is_reduced else bad_epochs,
+            cooldown=rule.cooldown if is_reduced else max(0, self.cooldown - 1),
+            scale=max(self.scale * rule.factor, rule.min_scale) if is_reduced else self.scale,
+        )
 
 
 def _limit(best: float | None, rule: Plateau, mode: Mode) -> float | None:

@@ -72,59 +72,59 @@ def test_one_limit_is_required_and_minus_one_says_that_none_is_wanted():
 
 
 BAD = [
-    ({"epochs": 0}, r"epochs=0: must be a whole number of at least 1, or -1 for no limit"),
+    ({"epochs": 0}, r"epochs=0: must be at least 1 or -1"),
     ({"epochs": 1.0}, r"epochs=1\.0: must be a whole number"),
     ({"epochs": True}, r"epochs=True: must be a whole number"),
     ({"steps": "many"}, r"steps='many': must be a whole number"),
-    ({"epochs": 1, "min_epochs": 0}, r"min_epochs=0: must be a whole number of at least 1"),
+    ({"epochs": 1, "min_epochs": 0}, r"min_epochs=0: must be at least 1"),
     ({"epochs": 2, "min_epochs": 3}, r"min_epochs=3 is more than epochs=2"),
     ({"steps": 2, "min_steps": 3}, r"min_steps=3 is more than steps=2"),
-    ({"max_time": 0}, r"max_time=0: must be seconds > 0"),
-    ({"max_time": float("nan")}, r"max_time=nan: must be seconds > 0"),
-    ({"max_time": "1:30"}, r"max_time='1:30': must be seconds"),
+    ({"max_time": 0}, r"max_time=0: must be greater than 0"),
+    ({"max_time": float("nan")}, r"max_time=nan: must be finite"),
+    ({"max_time": "1:30"}, r"max_time='1:30': must be a number"),
     ({"max_time": {"hour": 1}}, r"max_time=\{'hour': 1\}: must be seconds"),
     ({"epochs": 1, "evaluate_every": 0}, r"evaluate_every=0: must be a number of updates"),
     ({"epochs": 1, "evaluate_every": 1.5}, r"evaluate_every=1\.5: must be a number of updates"),
     ({"epochs": 1, "evaluate_every": {"val": 0.0}}, r"evaluate_every=\{'val': 0\.0\}: must be a number of updates"),
-    ({"epochs": 1, "evaluate_every": {1: 1}}, r"has the key 1, which is no name of a loader"),
-    ({"epochs": 1, "evaluate_on": "raw"}, r"evaluate_on='raw': must be \"params\", \"ema\" or None"),
-    ({"epochs": 1, "monitor": ""}, r"monitor='': must be the name of a metric"),
+    ({"epochs": 1, "evaluate_every": {1: 1}}, r"evaluate_every=\{1: 1\}: must be a whole number or a number or text"),
+    ({"epochs": 1, "evaluate_on": "raw"}, r"evaluate_on='raw': must be 'params' or 'ema'"),
+    ({"epochs": 1, "monitor": ""}, r"monitor='': must be a name"),
     ({"epochs": 1, "monitor": "val_accuracy"}, r"monitor='val_accuracy' does not say .*mode=\"max\""),
-    ({"epochs": 1, "monitor": "x", "mode": "up"}, r"mode='up': must be \"min\", \"max\" or None"),
+    ({"epochs": 1, "monitor": "x", "mode": "up"}, r"mode='up': must be 'min' or 'max'"),
     ({"epochs": 1, "mode": "max"}, r"mode='max' without a metric"),
-    ({"epochs": 1, "early_stopping": 0}, r"early_stopping=0: must be a whole number of at least 1"),
+    ({"epochs": 1, "early_stopping": 0}, r"early_stopping=0: patience=0 must be an int of at least 1"),
     (
         {"epochs": 1, "early_stopping": {"patience": 1, "delta": 1}},
-        r"has no setting 'delta'; the settings are patience",
+        r"has no setting 'delta'; the nearest is 'min_delta': patience, min_delta",
     ),
     (
         {"epochs": 1, "early_stopping": {"patience": 3, "mindelta": 2}},
-        r"cure: early_stopping=\{'patience': 3, 'min_delta': 2\}\)",
+        r"the nearest is 'min_delta'",
     ),
-    ({"epochs": 1, "early_stopping": {"x": 2}}, r"no setting 'x'; .*cure: early_stopping=\{'patience': 10\}\)"),
+    ({"epochs": 1, "early_stopping": {"x": 2}}, r"has no setting 'x': patience.*cure: early_stopping=10"),
     (
         {"epochs": 1, "early_stopping": {"min_delta": 1.0}},
-        r"needs a patience \(cure: early_stopping=\{'patience': 10, 'min_delta': 1\.0\}\)",
+        r"patience=None must be an int of at least 1",
     ),
     ({"epochs": 1, "early_stopping": {"patience": 1, "min_delta": -1}}, r"min_delta=-1 must be"),
-    ({"epochs": 1, "log_every": -1}, r"log_every=-1: must be a whole number of at least 0"),
-    ({"epochs": 1, "resume": 3}, r"resume=3: must be \"auto\", the path"),
-    ({"epochs": 1, "resume": torch.ones(2)}, r"resume=tensor\(.*\): must be \"auto\", the path"),
-    ({"epochs": 1, "compile": "always"}, r"compile='always': must be \"auto\", True, False"),
-    ({"epochs": 1, "donate": "all"}, r"donate='all': must be True or False or \"init\""),
+    ({"epochs": 1, "log_every": -1}, r"log_every=-1: must be at least 0"),
+    ({"epochs": 1, "resume": 3}, r"resume=3: must be text"),
+    ({"epochs": 1, "resume": torch.ones(2)}, r"resume=tensor\(.*\): must be text"),
+    ({"epochs": 1, "compile": "always"}, r"compile='always': must be 'auto' or True or False or a mapping"),
+    ({"epochs": 1, "donate": "all"}, r"donate='all': must be True or False or 'init'"),
     ({"epochs": 1, "device": "gpu"}, r"device='gpu': must be a torch device"),
-    ({"epochs": 1, "deterministic": "loud"}, r"deterministic='loud': must be True or False or \"warn\""),
-    ({"epochs": 1, "tf32": 1}, r"tf32=1: must be True or False or None"),
+    ({"epochs": 1, "deterministic": "loud"}, r"deterministic='loud': must be True or False or 'warn'"),
+    ({"epochs": 1, "tf32": 1}, r"tf32=1: must be True or False"),
     ({"epochs": 1, "detect_anomaly": 1}, r"detect_anomaly=1: must be True or False"),
     ({"epochs": 1, "detect_anomaly": True, "compile": True}, r"detect_anomaly works only in eager mode"),
-    ({"fast_dev_run": -1}, r"fast_dev_run=-1: must be a whole number of at least 0"),
+    ({"fast_dev_run": -1}, r"fast_dev_run=-1: must be at least 0"),
     ({"epochs": 1, "overfit_batches": 1.5}, r"overfit_batches=1\.5: must be a number of batches"),
     ({"epochs": 1, "overfit_batches": 1, "limit_batches": 1}, r"overfit_batches already sets the batches"),
     ({"epochs": 1, "limit_batches": 0}, r"limit_batches=0: must be a number of batches \(an int of at least 1\)"),
     ({"epochs": 1, "limit_batches": 2.0}, r"limit_batches=2\.0: must be a number of batches"),
     ({"epochs": 1, "limit_batches": {"train": 0}}, r"limit_batches leaves no batch to train on"),
-    ({"epochs": 1, "record": True}, r"record=True: must be a whole number of at least 0"),
-    ({"epochs": 1, "check_every": -1}, r"check_every=-1: must be a whole number of at least 0, or None"),
+    ({"epochs": 1, "record": True}, r"record=True: must be a whole number"),
+    ({"epochs": 1, "check_every": -1}, r"check_every=-1: must be at least 0"),
     ({"epochs": 1, "progress": "bar"}, r"progress='bar': must be True or False"),
 ]
 
@@ -356,7 +356,7 @@ def plan(**settings: Any) -> config.Plan:
 
 
 def test_every_argument_of_the_trainer_is_known():
-    from purestep.contrib.lightning import DEFAULTS
+    from purestep.config.lightning import DEFAULTS
 
     assert set(DEFAULTS) == TRAINER
 
@@ -365,7 +365,7 @@ def test_the_arguments_are_those_of_the_installed_lightning():
     lightning = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
     import inspect
 
-    from purestep.contrib.lightning import DEFAULTS
+    from purestep.config.lightning import DEFAULTS
 
     signature = inspect.signature(lightning.Trainer.__init__).parameters
     theirs = {name: parameter.default for name, parameter in signature.items() if name != "self"}
@@ -374,7 +374,7 @@ def test_the_arguments_are_those_of_the_installed_lightning():
 
 
 def test_a_trainer_left_at_its_defaults_is_a_plain_fit():
-    from purestep.contrib.lightning import DEFAULTS
+    from purestep.config.lightning import DEFAULTS
 
     found = from_lightning({**DEFAULTS, "max_epochs": 3})
     assert found.fit == FitConfig(epochs=3, evaluate_every=1.0)
@@ -528,13 +528,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"precision": "transformer-engine"}, r"precision='transformer-engine' is unknown"),
     ({"logger": object()}, r"logger holds a object, which cannot be called"),
     ({"callbacks": [EarlyStoppingOfLightning()]}, r"callbacks holds a EarlyStopping.*cure: fit\(.*early_stopping=10"),
-    ({"fast_dev_run": -1}, r"fast_dev_run=-1: must be a whole number of at least 0"),
-    ({"max_epochs": 0}, r"max_epochs=0: must be a whole number of at least 1, or -1"),
+    ({"fast_dev_run": -1}, r"fast_dev_run=-1: must be at least 0"),
+    ({"max_epochs": 0}, r"max_epochs=0: must be at least 1 or -1"),
     ({"max_epochs": 2.5}, r"max_epochs=2\.5: must be a whole number"),
     ({"min_epochs": 5}, r"from_lightning: min_epochs=5 is more than epochs=3"),
-    ({"min_steps": -1}, r"min_steps=-1: must be a whole number of at least 0"),
-    ({"max_steps": 0}, r"max_steps=0: must be a whole number of at least 1"),
-    ({"max_time": "soon"}, r"max_time='soon': must be seconds"),
+    ({"min_steps": -1}, r"min_steps=-1: must be at least 0"),
+    ({"max_steps": 0}, r"max_steps=0: must be at least 1"),
+    ({"max_time": "soon"}, r"max_time='soon': must be a number"),
     ({"limit_train_batches": 2.0}, r"limit_train_batches=2\.0: must be a number of batches"),
     ({"limit_train_batches": 0}, r"limit_batches leaves no batch to train on"),
     ({"limit_val_batches": -1}, r"limit_val_batches=-1: must be a number of batches"),
@@ -555,7 +555,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         r"val_check_interval=10 batches is no whole number of updates.*cure: val_check_interval=8",
     ),
     ({"num_sanity_val_steps": 2}, r"num_sanity_val_steps=2: fit evaluates nothing before training"),
-    ({"log_every_n_steps": -1}, r"log_every_n_steps=-1: must be a whole number of at least 0"),
+    ({"log_every_n_steps": -1}, r"log_every_n_steps=-1: must be at least 0"),
     ({"enable_checkpointing": True}, r"enable_checkpointing=True without default_root_dir"),
     ({"enable_checkpointing": 1}, r"enable_checkpointing=1: must be True or False"),
     (
@@ -566,7 +566,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"gradient_clip_val": -1}, r"gradient_clip_val=-1 must be a finite number of at least 0"),
     ({"gradient_clip_val": True}, r"gradient_clip_val=True is a bool, not a number"),
     ({"gradient_clip_val": 1, "gradient_clip_algorithm": "agc"}, r"gradient_clip_algorithm='agc' is unknown"),
-    ({"deterministic": "loud"}, r"deterministic='loud': must be True or False or \"warn\""),
+    ({"deterministic": "loud"}, r"deterministic='loud': must be True or False or 'warn'"),
     ({"benchmark": True, "deterministic": True}, r"cudnn_benchmark picks algorithms by timing"),
     ({"profiler": "simple"}, r"profiler='simple': fit takes a window of updates instead"),
     ({"plugins": [object()]}, r"purestep has no plugins"),

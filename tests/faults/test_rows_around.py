@@ -74,7 +74,7 @@ def test_row_52_an_unknown_monitor_lists_what_there_is() -> None:
 
 def test_row_52_fails_where_nan_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     better = lambda value, best, *, mode, min_delta=0.0: best is None or not value >= best - min_delta  # noqa: E731
-    monkeypatch.setattr(stopping, "is_better", better)
+    monkeypatch.setattr(stopping, "_is_better", better)
     fails(lambda: test_row_52_nan_is_never_the_best([3, NAN, 4], 1, tmp_path))
 
 

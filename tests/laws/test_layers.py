@@ -44,7 +44,7 @@ LEVEL = {
             "compile curvature privacy",
             "parallel",
             "files events config data",
-            "snapshot sinks diagnostics contrib",
+            "snapshot sinks diagnostics",
             "loop",
             "tools testing report",
             "__main__",
@@ -53,9 +53,6 @@ LEVEL = {
     for name in names.split()
 }
 LAST_PURE_LEVEL = LEVEL["compile"]
-
-PUBLIC_PATHS = {("config/__init__.py", "contrib")}
-"""`config.from_lightning` is a public name of what is built on `config`; it is loaded when it is read."""
 
 Sources = dict[str, str]
 Rule = Callable[[Sources], list[str]]
@@ -134,8 +131,6 @@ def upward_imports(sources: Sources) -> list[str]:
             if parts[0] != "purestep" or parts[1:2] == [here]:
                 continue
             there = parts[1] if len(parts) > 1 else "purestep"
-            if (path, there) in PUBLIC_PATHS:
-                continue
             if there not in LEVEL or LEVEL[there] >= level_of(path):
                 found.append(f"{path}:{line}: {here} (level {level_of(path)}) imports {there} ({LEVEL.get(there)})")
     return found
@@ -436,7 +431,7 @@ def test_what_is_allowed_is_not_flagged():
 
 HEAVY = ("jax", "orbax", "sympy", "pydantic")  # sympy: Dynamo, a second; pydantic: as much as purestep itself
 LATE = """analysis ensembles compile curvature privacy parallel files events config
-    data snapshot sinks diagnostics contrib loop tools testing report __main__""".split()
+    data snapshot sinks diagnostics loop tools testing report __main__""".split()
 USES = {
     "ps.compile_step": "compile",
     "ps.data.open_feed": "data",

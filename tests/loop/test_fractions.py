@@ -16,7 +16,7 @@ from purestep.data import open_feed
 from purestep.loop.loop_state import LoopState
 from purestep.loop.policy import EvalSchedule
 from purestep.state.validation import whole
-from purestep.stopping import EarlyStopping, start_epoch
+from purestep.stopping import EarlyStopping
 
 SHORT = [(n, count) for count in (10, 100, 300, 1000) for n in range(1, 100) if int(n / 100 * count) * 100 != n * count]
 """Hundredths and counts whose product is a whole number, which the product in floating point falls short of."""
@@ -38,7 +38,7 @@ def test_a_fraction_of_a_count_is_what_it_reads(n: int, count: int) -> None:
 def test_shares_of_batches_and_of_a_run(share: float, count: int, expected: int) -> None:
     assert count_batches(share, count, loader="train") == expected
     assert len(list(open_feed(list(range(count)), first=share).epoch(0))) == expected
-    assert start_epoch(EarlyStopping(patience=1, start_ratio=share), count) == expected
+    assert EarlyStopping(patience=1, start_ratio=share).start(count) == expected
 
 
 @pytest.mark.parametrize("every", [0.29, 0.07, 0.1, 0.57, 1 / 3, 0.14])

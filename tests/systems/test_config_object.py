@@ -364,7 +364,7 @@ ACCEPTED: Settings = {
 
 @pytest.mark.row("B32")
 def test_every_argument_of_the_trainer_is_honoured_or_refused_with_the_cure():
-    from purestep.contrib.lightning import DEFAULTS
+    from purestep.config.lightning import DEFAULTS
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")

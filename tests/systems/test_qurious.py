@@ -427,7 +427,7 @@ def test_one_word_says_whether_a_schedule_goes_by_the_batch_or_by_the_epoch():
 def test_a_plateau_looks_at_its_metric_and_lowers_the_rate_as_torchs_does():
     losses = [3.0, 2.0, 2.1, 2.2, 2.3, 1.0, 1.1, 1.2, 1.3]
     rule = stopping.Plateau(factor=0.1, patience=1)
-    record, seen = stopping.plateau_init(), []
+    record, seen = stopping.PlateauRecord(), []
     tx = optim.inject(optim.sgd)(learning_rate=0.5)
     program = ps.program(tiny_mlp(), ps.supervised(nn.CrossEntropyLoss()), tx)
 
@@ -435,7 +435,7 @@ def test_a_plateau_looks_at_its_metric_and_lowers_the_rate_as_torchs_does():
         nonlocal record
         if not isinstance(event, events.EpochEnd):
             return None
-        record = stopping.plateau_observe(record, losses[event.epoch - 1], rule=rule, mode="min")
+        record = record.after(losses[event.epoch - 1], rule=rule, mode="min")
         opt_state = optim.set_hyperparams(event.state.opt_state, learning_rate=0.5 * record.scale)
         seen.append(float(optim.hyperparams(opt_state)["learning_rate"]))
         return event.state._replace(opt_state=opt_state)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -10,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from ..errors import ConfigError, PurestepError
+from ..state import nearest
 from ..step import counting, static_of
 from ..types import Device, EvalStep, Metrics, Program, Tree
 from .api import compile_program
@@ -89,11 +89,11 @@ def _checked_options(given: Mapping[str, Any]) -> Mapping[str, Any]:
     known = [name for name in inspect.signature(compile_program).parameters if name != "program"]
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+            near = nearest(name, known, likeness=0.0)
             raise ConfigError(
                 f"compile has no option {name!r}; there are {', '.join(known)}",
                 where="fit",
-                hint=f"compile={{{near[0]!r}: ...}}",
+                hint=f"compile={{{near!r}: ...}}",
             )
     return given
 

@@ -15,7 +15,8 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 
 from ..errors import ConfigError
-from . import fields
+from ..state import nearest
+from . import messages
 from .settings import FitConfig
 from .sources import read
 
@@ -28,10 +29,10 @@ def cli(
     """Return a dataclass filled from the command line: its defaults, then a file, then options.
 
     ``python train.py --config run.toml --learning-rate 3e-4 --fit.epochs 5``: the file sets fields by their names, and
-    options override it. Each field is an option (``learning_rate``: ``--learning-rate``), with its type, default and
-    comment or docstring in ``--help``; a flag has ``--no-...`` too. A field that is a dataclass is a group with options
-    ``--group.field``, and a table ``[group]`` in the file. A field of type `FitConfig` is a group with the settings of
-    `fit`, for ``ps.fit(state, loaders, program, config.fit)``.
+    options override it. A file holds all fields without a default. Each field is an option (``learning_rate``:
+    ``--learning-rate``), with its type, default and comment or docstring in ``--help``; a flag has ``--no-...`` too. A
+    field that is a dataclass is a group with options ``--group.field``, and a table ``[group]`` in the file. A field of
+    type `FitConfig` is a group with the settings of `fit`, for ``ps.fit(state, loaders, program, config.fit)``.
 
     A wrong option or file ends the program with status 2, and a message that names the option or the file and the
     nearest names. This is a thin layer on tyro (``pip install 'purestep[cli]'``), which parses the options: its
@@ -73,69 +74,64 @@ def cli(
     text += "\n\n--config FILE: a .toml or .json file with values of these fields, which options override."
     try:
         found = {} if given.config is None else read(given.config)
-        default = _default(config, found, str(given.config), "", tyro.MISSING)
+        default = {} if given.config is None else {"default": _filled(config, None, found, str(given.config), "")}
         registry = tyro.constructors.ConstructorRegistry()
         registry.struct_rule(lambda info: _fit_options(info, tyro))
-        return tyro.cli(config, args=rest, prog=prog, description=text.strip(), default=default, registry=registry)
+        return tyro.cli(config, args=rest, prog=prog, description=text.strip(), registry=registry, **default)
     except ConfigError as error:
         print(f"{prog or sys.argv[0]}: {error}", file=sys.stderr)
         raise SystemExit(2) from error
 
 
-def _default(config: type[Any], found: Mapping[str, Any], file: str, prefix: str, missing: Any) -> Any:
-    """An instance of a dataclass with the values of a file, and ``missing`` for fields without a value.
-
-    ``__init__`` does not run: it may reject a missing value.
+def _filled(config: type[Any], before: Any, found: Mapping[str, Any], file: str, prefix: str) -> Any:
+    """An instance of a dataclass with the values of a file, and with those of ``before`` (None: the defaults).
 
     Raises:
-        ConfigError: a name is not a field, or a value has another type.
+        ConfigError: a name is not a field, a value has another type, or a field without a default is missing.
     """
     own = {field.name: field for field in dataclasses.fields(config) if field.init}
     for name in found:
         if name not in own:
-            near = fields.nearest(str(name), own)
+            near = nearest(str(name), own)
             raise ConfigError(
                 f"{prefix}{name} is not a setting; the settings are {', '.join(prefix + each for each in own)}",
                 where=file,
                 hint=f"{prefix}{near}" if near else "use one of these",
             )
+    required = [
+        name
+        for name, field in own.items()
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    ]
+    lacking = [prefix + name for name in required if name not in found]
+    if before is None and lacking:
+        what = f"{', '.join(lacking)} has no default and is not in the file"
+        raise ConfigError(what, where=file, hint=f"add {lacking[0]} to the file")
+    start = before
+    if start is None and not required:
+        start = config()
     types = typing.get_type_hints(config, include_extras=True)
-    made = object.__new__(config)
-    for name, field in own.items():
-        value = missing
-        if field.default is not dataclasses.MISSING:
-            value = field.default
-        elif field.default_factory is not dataclasses.MISSING:
-            value = field.default_factory()
-        if name in found:
-            value = _value(types[name], found[name], value, file, prefix + name, missing)
-        object.__setattr__(made, name, value)
-    return made
+    values = {n: _value(types[n], value, getattr(start, n, None), file, prefix + n) for n, value in found.items()}
+    return config(**values) if start is None else dataclasses.replace(start, **values)
 
 
-def _value(kind: Any, found: Any, default: Any, file: str, name: str, missing: Any) -> Any:
+def _value(kind: Any, found: Any, before: Any, file: str, name: str) -> Any:
     """A value of a file in the type of its field."""
     bare = typing.get_args(kind)[0] if typing.get_origin(kind) is typing.Annotated else kind
     if bare is FitConfig:
         _check_table(found, file, name)
-        before = {} if default is missing else {each: getattr(default, each) for each in default.model_fields_set}
+        known = {} if before is None else {each: getattr(before, each) for each in before.model_fields_set}
         try:
-            return FitConfig.from_dict({**before, **found})
+            return FitConfig.from_dict({**known, **found})
         except ConfigError as error:
             raise ConfigError(f"{name}: {error.what}", where=file, hint=error.hint) from error
     if isinstance(bare, type) and dataclasses.is_dataclass(bare):
         _check_table(found, file, name)
-        current = {} if default is missing else {f.name: getattr(default, f.name) for f in dataclasses.fields(default)}
-        made = _default(bare, found, file, f"{name}.", missing)
-        for each, value in current.items():
-            if each not in found:
-                object.__setattr__(made, each, value)
-        return made
+        return _filled(bare, before, found, file, f"{name}.")
     try:
         return TypeAdapter(kind, config=ConfigDict(arbitrary_types_allowed=True)).validate_python(found)
     except ValidationError as error:
-        reason = error.errors()[0]["msg"]
-        raise ConfigError(f"{name} = {found!r}: {reason[:1].lower()}{reason[1:]}", where=file) from error
+        raise ConfigError(f"{name} = {found!r}: {messages.reason(error.errors())}", where=file) from error
     except (PydanticSchemaGenerationError, PydanticUserError):  # a type that pydantic does not know
         return found
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
 
 from ..errors import ConfigError
-from . import fields
+from ..state import nearest
 
 ELSEWHERE = {
     "accumulate": "program(..., accumulate=4)",
@@ -48,33 +50,6 @@ ELSEWHERE = {
 }
 """Settings that belong to other functions. `fit` would ignore their values."""
 
-_EXAMPLES = {
-    "check_every": "check_every=100",
-    "compile": "compile=True",
-    "deterministic": "deterministic=True",
-    "device": 'device="cuda"',
-    "donate": "donate=True",
-    "early_stopping": "early_stopping=10",
-    "epochs": "epochs=10",
-    "evaluate_every": "evaluate_every=1.0",
-    "evaluate_on": 'evaluate_on="params"',
-    "fast_dev_run": "fast_dev_run=True",
-    "histograms": "histograms=500",
-    "limit_batches": 'limit_batches={"train": 0.1, "val": 10}',
-    "log_every": "log_every=50",
-    "max_time": 'max_time="00:08:00:00"',
-    "min_epochs": "min_epochs=1",
-    "min_steps": "min_steps=1",
-    "mode": 'mode="max"',
-    "monitor": 'monitor="val_loss"',
-    "overfit_batches": "overfit_batches=10",
-    "profile": "profile=(10, 13)",
-    "record": "record=10",
-    "resume": 'resume="auto"',
-    "steps": "steps=1000",
-}
-
-
 ALIASES = {
     "load_best_model_at_end": "restore_best",
     "restore_best_weights": "restore_best",
@@ -93,31 +68,73 @@ ALIASES = {
 """Names that other trainers use. Valid in a mapping, an object or a file, but not as a keyword argument of `fit`."""
 
 
-def explain(error: ValidationError, *, known: tuple[str, ...]) -> ConfigError:
-    """Combine all errors of pydantic into one `ConfigError`, with the cure of the first."""
-    findings = [_finding(detail, known) for detail in error.errors()]
+_WORDS = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "finite_number": "finite",
+    "bool_type": "True or False",
+    "string_type": "text",
+    "string_too_short": "a name",
+    "dict_type": "a mapping",
+    "none_required": "None",
+    "literal_error": "{expected}",
+    "greater_than": "greater than {gt:g}",
+    "greater_than_equal": "at least {ge}",
+    "less_than_equal": "at most {le}",
+}
+"""What a value must be, by the type of pydantic's error."""
+
+
+def explain(error: ValidationError, fields: Mapping[str, FieldInfo], given: Mapping[str, Any]) -> ConfigError:
+    """Combine all errors of pydantic into one `ConfigError`, with the cure of the first field.
+
+    Args:
+        error: of the model.
+        fields: of the model.
+        given: the values that it got.
+    """
+    by_field: dict[str, list[Any]] = {}
+    for detail in error.errors():
+        by_field.setdefault(str(detail["loc"][0]) if detail["loc"] else "", []).append(detail)
+    findings = [_finding(name, details, fields, given.get(name)) for name, details in by_field.items()]
     return ConfigError("; ".join(what for what, _ in findings), where="fit", hint=findings[0][1])
 
 
-def _finding(detail: Any, known: tuple[str, ...]) -> tuple[str, str]:
-    cause = detail.get("ctx", {}).get("error")
-    if not detail["loc"]:
-        return (cause.what, cause.hint) if isinstance(cause, ConfigError) else (str(detail["msg"]), "")
-    name = str(detail["loc"][0])
-    if detail["type"] == "extra_forbidden":
-        return _unknown(name, known)
-    if isinstance(cause, ConfigError):
-        return f"{name}: {cause.what}", cause.hint
-    reason = str(cause) if cause is not None else str(detail["msg"])[:1].lower() + str(detail["msg"])[1:]
-    given = detail["input"]
-    is_empty = isinstance(given, str | int) and not given  # a tensor may have no truth value
-    cure = "resume=None" if name == "resume" and is_empty else _EXAMPLES.get(name, f"{name}=True")
-    return f"{name}={given!r}: {reason}", cure
+def _finding(name: str, details: list[Any], fields: Mapping[str, FieldInfo], given: Any) -> tuple[str, str]:
+    if details[0]["type"] == "extra_forbidden":
+        return _unknown(name, tuple(fields))
+    cause = details[0].get("ctx", {}).get("error")
+    if not name:  # two fields contradict each other
+        return (cause.what, cause.hint) if isinstance(cause, ConfigError) else (str(details[0]["msg"]), "")
+    inner = [each for each in details if len(each["loc"]) > 2]  # of an entry of a mapping or a tuple
+    example = (fields[name].examples or [True])[0]
+    return f"{name}={given!r}: {reason(inner or details)}", f"{name}={example!r}"
+
+
+def read(kind: Any, value: Any) -> Any:
+    """Read a value as a type of `fields`.
+
+    Raises:
+        ValueError: it is none; the message says what it must be.
+    """
+    try:
+        return TypeAdapter(kind).validate_python(value)
+    except ValidationError as error:
+        raise ValueError(reason(error.errors())) from None
+
+
+def reason(details: list[Any]) -> str:
+    """Say what a value must be, from pydantic's errors of the members of its type."""
+    causes = [str(each["ctx"]["error"]) for each in details if "error" in each.get("ctx", {})]
+    if causes:
+        return causes[0]
+    words = [str(_WORDS.get(each["type"], each["msg"])).format(**each.get("ctx", {})) for each in details]
+    return f"must be {' or '.join(dict.fromkeys(words))}"
 
 
 def _unknown(name: str, known: tuple[str, ...]) -> tuple[str, str]:
     if name in ELSEWHERE:
         return f"{name!r} is not a setting of fit", ELSEWHERE[name]
-    close = ALIASES.get(name) or fields.nearest(name, known)
+    close = ALIASES.get(name) or nearest(name, known)
     text = f"{name!r} is not a setting of fit; the settings are {', '.join(known)}"
     return text, close or "use one of these"

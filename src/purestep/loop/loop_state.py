@@ -30,7 +30,7 @@ class LoopState(NamedTuple):
     computed: Mapping[str, Mapping[str, float]] = MappingProxyType({})  # values of `interval` that a class computes
     line: Mapping[str, tuple[float, float]] = MappingProxyType({})  # sums since the last log line
     last: Mapping[str, float] = MappingProxyType({})  # last learning rates
-    best: stopping.Record = stopping.init()
+    best: stopping.Record = stopping.Record()
     best_step: int | None = None  # the snapshot of the best row
     evaluations: int = 0  # rows with a value of the monitored metric, which early stopping counts
     history: Mapping[str, list[Cell]] = MappingProxyType({})  # columns of one length
@@ -162,7 +162,7 @@ def to_store(loop: LoopState) -> dict[str, Any]:
         }
         stored["computed"] = computed
     return stored | {
-        "best": stopping.to_json(loop.best),
+        "best": loop.best._asdict(),
         "interval": _sums_to_json(loop.interval),
         "line": _sums_to_json(loop.line),
         "last": {name: _encode(value) for name, value in loop.last.items()},
@@ -174,7 +174,7 @@ def from_json(stored: Mapping[str, Any], history: Mapping[str, list[Cell]] | Non
     """Invert `to_store`. Unknown fields of a later version are ignored; missing ones keep their defaults."""
     known = {name: value for name, value in stored.items() if name in LoopState._fields}
     known["history"] = history or {}
-    known["best"] = stopping.from_json(known["best"])
+    known["best"] = stopping.Record(**known["best"])
     known["interval"] = _sums_from_json(known["interval"])
     known["line"] = _sums_from_json(known.get("line", {}))
     known["last"] = {name: float(value) for name, value in known["last"].items()}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .. import data, stopping
 from ..errors import ConfigError
 from ..snapshot import Snapshots
-from ..state import whole
+from ..state import nearest, whole
 from ..types import Program
 from .loop_state import Cell, LoopState
 
@@ -61,7 +61,7 @@ class Monitor(NamedTuple):
         if loop.judged not in ("", judged):
             text = "the run was judged by %s, and goes on with %s: its best and its patience start again"
             _log.warning(text, loop.judged, judged)
-            loop = loop._replace(best=stopping.init(), evaluations=0, best_step=None)
+            loop = loop._replace(best=stopping.Record(), evaluations=0, best_step=None)
         return loop._replace(judged=judged)
 
     def observed(self, loop: LoopState, row: Mapping[str, Cell]) -> LoopState:
@@ -71,8 +71,7 @@ class Monitor(NamedTuple):
         value = row[self.metric]
         count = loop.evaluations + 1
         passed, planned = self._passed(loop) or (count, None)
-        best = stopping.observe(
-            loop.best,
+        best = loop.best.after(
             math.nan if value is None else float(value),
             epoch=count,
             mode=self.mode,
@@ -80,7 +79,7 @@ class Monitor(NamedTuple):
             total_epochs=planned,
             passed=passed,
         )
-        step = loop.calls if stopping.improved(best, epoch=count) else loop.best_step
+        step = loop.calls if best.best_epoch == count else loop.best_step
         return loop._replace(best=best, evaluations=count, best_step=step)
 
     def _is_repeated(self, loop: LoopState) -> bool:
@@ -101,15 +100,16 @@ class Monitor(NamedTuple):
             places.append((loop.epoch * parts + min(loop.batch, parts - 1), epochs * parts))
         if steps not in (None, -1):
             places.append((loop.updates, steps))
-        return max(places, key=lambda place: place[0] / stopping.start_epoch(rule, place[1]))
+        return max(places, key=lambda place: place[0] / rule.start(place[1]))
 
     def improved(self, before: LoopState, after: LoopState) -> bool:
         """True if the last row is the best so far."""
-        return after.evaluations > before.evaluations and stopping.improved(after.best, epoch=after.evaluations)
+        return before.evaluations < after.evaluations == after.best.best_epoch
 
     def should_stop(self, loop: LoopState) -> bool:
         """True if the patience is used up."""
-        return stopping.should_stop(loop.best, self.config.early_stopping) and not below_minimum(self.config, loop)
+        rule = self.config.early_stopping
+        return rule is not None and loop.best.bad_epochs >= rule.patience and not below_minimum(self.config, loop)
 
     def kept_by(self, snapshots: Snapshots | None) -> Snapshots | None:
         """Return the snapshots if they keep the one of the best row, else None."""
@@ -166,9 +166,7 @@ def _metrics(known: Iterable[str]) -> list[str]:
 
 def _nearest(metric: str, known: Iterable[str]) -> str:
     """Return the name with the most similar spelling, else a loss."""
-    from ..config import fields  # late: see above
-
-    return fields.nearest(metric, _metrics(known)) or _likely(known)
+    return nearest(metric, _metrics(known)) or _likely(known)
 
 
 def _likely(known: Iterable[str]) -> str:

@@ -6,7 +6,6 @@ without leaves. ``update`` uses only these names, so it also works on flat buffe
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -15,7 +14,7 @@ import torch
 
 from ..errors import ConfigError, StateError
 from ..model import unwrapped
-from ..state import known_keywords, nearest_names
+from ..state import known_keywords, nearest, nearest_names
 from ..types import Empty, Labels, Params, Tree
 from .base import Norms, Transform, described, stateless, unknown, updated
 
@@ -279,6 +278,6 @@ def decay_mask(model: torch.nn.Module, *, skip: Sequence[str] = ()) -> dict[str,
     known = set[str]().union(*words.values())
     for entry in skip:
         if entry not in known:
-            near = difflib.get_close_matches(entry, sorted(known), n=1) or [_first(mask)]
-            raise ConfigError(f"no parameter is named {entry!r}", where="decay_mask", hint=f'skip=("{near[0]}",)')
+            near = nearest(entry, sorted(known)) or _first(mask)
+            raise ConfigError(f"no parameter is named {entry!r}", where="decay_mask", hint=f'skip=("{near}",)')
     return {full: keep and not named[full] & set(skip) for full, keep in mask.items()}

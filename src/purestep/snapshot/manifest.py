@@ -17,7 +17,6 @@ place of the files with values, and the history in the loop's state.
 
 from __future__ import annotations
 
-import difflib
 import errno
 import hashlib
 import json
@@ -33,6 +32,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from torch import Tensor
 
 from ..errors import Corrupt, Mismatch, SnapshotError
+from ..state import nearest
 from . import history as history_
 from . import staging
 
@@ -196,8 +196,8 @@ def compare(stored: Mapping[str, Leaf], wanted: Mapping[str, Leaf], *, where: st
 
 def _nearest(names: list[str], candidates: list[str]) -> list[tuple[str, str]]:
     def near(name: str) -> str:
-        found = difflib.get_close_matches(name, candidates, n=1)
-        return f" (nearest name: {found[0]})" if found else ""
+        found = nearest(name, candidates)
+        return f" (nearest name: {found})" if found else ""
 
     # Comparing thousands of names with thousands takes minutes; 20 lines show the pattern.
     return [(name, near(name) if index < 20 else "") for index, name in enumerate(names)]

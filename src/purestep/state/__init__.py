@@ -19,5 +19,6 @@ from .validation import check_range as check_range
 from .validation import is_count as is_count
 from .validation import is_number as is_number
 from .validation import listed as listed
+from .validation import nearest as nearest
 from .validation import nearest_names as nearest_names
 from .validation import whole as whole

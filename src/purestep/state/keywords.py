@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeAlias, TypeVar, cast, get_args, get_type_hints
 
 from ..errors import ConfigError
+from .validation import nearest
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -105,7 +105,7 @@ _ELSEWHERE = {
 def _unknown_keyword(where: str, known: frozenset[str], given: Mapping[str, Any]) -> ConfigError:
     name = next(name for name in given if name not in known)
     hint = f"one of {', '.join(sorted(known))}"
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    near = nearest(name, known)
     if known.issuperset(_PAIRS.get(name, "?")):
         values = given[name] if isinstance(given[name], tuple | list) else (given[name],)
         hint = ", ".join(f"{ours}={value!r}" for ours, value in zip(_PAIRS[name], values, strict=False))
@@ -114,7 +114,7 @@ def _unknown_keyword(where: str, known: frozenset[str], given: Mapping[str, Any]
     elif name in _ELSEWHERE:
         hint = _ELSEWHERE[name]
     elif near:
-        hint = f"{near[0]}={_shown(given[name])}"
+        hint = f"{near}={_shown(given[name])}"
     return ConfigError(f"has no argument {name!r}", where=where, hint=hint)
 
 

@@ -33,6 +33,16 @@ def whole(number: float) -> int:
     return near if abs(number - near) <= 1e-12 * max(1.0, abs(number)) else math.floor(number)
 
 
+def nearest(name: str, known: Iterable[str], *, likeness: float = 0.6) -> str | None:
+    """The known name with the most similar spelling; None if no name is as similar as ``likeness``, in [0, 1].
+
+    Example:
+        >>> nearest("max_epoch", ["max_epochs", "max_steps"])
+        'max_epochs'
+    """
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=likeness)), None)
+
+
 def nearest_names(pattern: str, names: Iterable[str]) -> str:
     """Name up to three of ``names`` whose spelling, or that of a part of them, is nearest to a pattern.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import json
 import os
@@ -22,7 +21,7 @@ from ..errors import ConfigError, Mismatch, StateError, WriteFailed
 from ..files import directory_path, replacing, write_failed
 from ..model import OBJECTIVE, copy_with, unwrapped
 from ..parallel import placement, processes
-from ..state import nearest_names, stacked
+from ..state import nearest, nearest_names, stacked
 from ..types import Params, Program, TrainState
 
 
@@ -221,8 +220,8 @@ def _differences(stored: Params, own: Params) -> list[str]:
 
 
 def _near(name: str, others: Params, these: Params) -> str:
-    found = difflib.get_close_matches(name, [other for other in others if other not in these], n=1)
-    return f" (nearest name: {found[0]})" if found else ""
+    found = nearest(name, [other for other in others if other not in these])
+    return f" (nearest name: {found})" if found else ""
 
 
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")

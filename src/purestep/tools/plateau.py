@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 from collections.abc import Iterable
 from typing import Any, Literal
@@ -15,7 +14,7 @@ from ..errors import ConfigError, StateError
 from ..events import EpochEnd, Event, FitEnd, FitStart
 from ..loop import metric_queue
 from ..optim import hyperparameters
-from ..state import stacked
+from ..state import nearest, stacked
 from ..types import TrainState
 
 _log = logging.getLogger("purestep")
@@ -86,7 +85,7 @@ class ReduceOnPlateau:
         self._begin()
 
     def _begin(self) -> None:
-        self.record = stopping.plateau_init()
+        self.record = stopping.PlateauRecord()
         self._last: tuple[Any, Any] | None = None  # epoch and step of the last row that counted
 
     def __call__(self, event: Event) -> TrainState | None:
@@ -110,18 +109,18 @@ class ReduceOnPlateau:
             if value is None or (epoch, step) == self._last:  # an epoch may end right behind an evaluation inside it
                 continue
             self._last = epoch, step
-            self.record = stopping.plateau_observe(self.record, value, rule=self.rule, mode=self.mode)
+            self.record = self.record.after(value, rule=self.rule, mode=self.mode)
 
     def _check_metric(self, event: EpochEnd) -> None:
         """Raise if the loader of the metric has been evaluated, and the metric is not among its values."""
         known = [name for name in event.record if name not in ("epoch", "step")]
         loader = self.monitor.partition("_")[0]
         if self._last is None and self.monitor not in known and any(name.startswith(f"{loader}_") for name in known):
-            near = difflib.get_close_matches(self.monitor, known, n=1, cutoff=0.0)
+            near = nearest(self.monitor, known, likeness=0.0)
             raise ConfigError(
                 f"monitor={self.monitor!r} is not among the metrics: {sorted(known)}",
                 where="reduce_on_plateau",
-                hint=f"reduce_on_plateau({near[0]!r})",
+                hint=f"reduce_on_plateau({near!r})",
             )
 
     def _reduced(self, state: TrainState, ratio: float) -> TrainState:

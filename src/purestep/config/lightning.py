@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..config import FitConfig, fields, sources
 from ..errors import ConfigError, RankError
 from ..optim import Transform, clip_by_global_norm, clip_by_value, identity
-from ..state import check_choice, check_range
+from ..state import check_choice, check_range, nearest
+from . import fields, messages, sources
+from .settings import FitConfig
 
 _WHERE = "from_lightning"
 
@@ -84,13 +85,12 @@ def from_lightning(settings: object, *, strict: bool = False) -> Plan:
         if name in _REFUSED and not _REFUSED[name].accepts(value):
             refusal = _REFUSED[name]
             raise ConfigError(f"{name}={value!r}: {refusal.finding}", where=_WHERE, hint=refusal.cure)
-        if name in _FLAGS:
-            _checked(name, value, fields.flag)
-    args = DEFAULTS | _barebones(given)
+    read = {name: _checked(name, value, _KINDS[name]) if name in _KINDS else value for name, value in given.items()}
+    args = DEFAULTS | _barebones(read)
     processes = _read_processes(args)
     device = _read_device(args, several=bool(processes.distribute))
     return Plan(
-        program={"precision": _read_precision(args["precision"]), "accumulate": _read_accumulate(args)},
+        program={"precision": _read_precision(args["precision"]), "accumulate": args["accumulate_grad_batches"]},
         clip=_clip(args),
         fit=_read_fit(args, device),
         device=device,
@@ -149,11 +149,21 @@ DEFAULTS: dict[str, Any] = {
 """The signature of Lightning 2.6."""
 
 
-# inference_mode and enable_autolog_hparams change nothing: purestep evaluates without gradients and logs no settings.
-_FLAGS = (
-    *("enable_checkpointing", "enable_progress_bar", "detect_anomaly", "barebones", "benchmark"),
-    *("inference_mode", "use_distributed_sampler", "sync_batchnorm", "enable_autolog_hparams"),
-)
+_KINDS: dict[str, Any] = {
+    # inference_mode and enable_autolog_hparams change nothing: purestep evaluates without gradients, logs no settings.
+    **dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "detect_anomaly", "barebones"), fields.Flag),
+    **dict.fromkeys(("benchmark", "inference_mode", "use_distributed_sampler", "sync_batchnorm"), fields.Flag),
+    **dict.fromkeys(("enable_autolog_hparams",), fields.Flag),
+    **dict.fromkeys(("num_nodes", "accumulate_grad_batches"), fields.Count),
+    **dict.fromkeys(("max_epochs", "max_steps"), fields.Limit),
+    **dict.fromkeys(("min_epochs", "min_steps", "log_every_n_steps"), fields.AtLeast0),
+    **dict.fromkeys(("limit_train_batches", "limit_val_batches", "overfit_batches"), fields.ShareOrNone),
+    "max_time": fields.Seconds,
+    "fast_dev_run": fields.DevRun,
+    "val_check_interval": fields.Share,
+    "check_val_every_n_epoch": fields.Minimum,
+}
+"""The types of arguments. The others are read below."""
 
 
 _TEXT = ("precision", "devices", "default_root_dir", "model_registry")
@@ -203,6 +213,11 @@ _REFUSED = {
     ),
     "plugins": _Refusal(_only([]), "purestep has no plugins", "pass precision=..., or write your own step"),
     "profiler": _Refusal(_only(), "fit takes a window of updates instead", "ps.fit(..., profile=(10, 13))"),
+    "val_check_interval": _Refusal(
+        lambda value: not isinstance(value, str | Mapping | timedelta),
+        "evaluation is counted in batches or epochs, not in time",
+        _EXAMPLES["val_check_interval"],
+    ),
     "reload_dataloaders_every_n_epochs": _Refusal(
         _only(0),
         "fit gets its loaders once",
@@ -215,7 +230,7 @@ def _known(given: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
     for name in given:
         if name in DEFAULTS:
             continue
-        close = fields.nearest(name, DEFAULTS)
+        close = nearest(name, DEFAULTS)
         what = f"{name!r} is not an argument of Lightning's Trainer"
         if strict:
             raise ConfigError(what, where=_WHERE, hint=close or f"use one of {', '.join(DEFAULTS)}")
@@ -246,14 +261,14 @@ def _barebones(given: dict[str, Any]) -> dict[str, Any]:
     return given | off
 
 
-def _checked(name: str, value: Any, check: Callable[[Any], Any]) -> Any:
-    """Return ``check(value)``; add the argument's name and an example to its error.
+def _checked(name: str, value: Any, kind: Any) -> Any:
+    """Read an argument as a type of `fields`; add the argument's name and an example to its error.
 
     Raises:
-        ConfigError: ``check`` raised a ValueError.
+        ConfigError: the value is none of this type.
     """
     try:
-        return check(value)
+        return messages.read(kind, value)
     except ValueError as error:
         raise ConfigError(
             f"{name}={value!r}: {error}", where=_WHERE, hint=_EXAMPLES.get(name, f"{name}=True")
@@ -282,7 +297,7 @@ def _read_processes(args: Mapping[str, Any]) -> _Processes:
         RankError: the strategy has no equal here, or the devices are no count.
         ConfigError: the strategy is unknown, or the number of nodes or devices is none.
     """
-    strategy, nodes = _strategy(args["strategy"]), _checked("num_nodes", args["num_nodes"], fields.count)
+    strategy, nodes = _strategy(args["strategy"]), args["num_nodes"]
     several = strategy in (*_REPLICATED, *_SHARDED, *_HYBRID)
     count = _count(args["devices"], args["accelerator"]) if args["devices"] != "auto" else None
     if not several and (count or 1) * nodes == 1:
@@ -385,7 +400,7 @@ def _indices(devices: Any) -> list[int]:
     if not isinstance(chosen, list | tuple):
         return []
     try:
-        return [fields.count(one, least=0) for one in chosen if one != ""]
+        return [messages.read(fields.AtLeast0, one) for one in chosen if one != ""]
     except ValueError:
         raise _no_device(devices) from None
 
@@ -399,7 +414,7 @@ def _count(devices: Any, accelerator: str) -> int:
     number = len(_indices(devices))
     if not isinstance(devices, list | tuple) and not (isinstance(devices, str) and "," in devices):
         try:
-            number = fields.count(devices, infinite=True)
+            number = messages.read(fields.Limit, devices)
         except ValueError:
             raise _no_device(devices) from None
     if number == -1:
@@ -435,11 +450,6 @@ def _read_precision(value: Any) -> str:
     return found
 
 
-def _read_accumulate(args: Mapping[str, Any]) -> int:
-    """The number of micro-batches per update."""
-    return _checked("accumulate_grad_batches", args["accumulate_grad_batches"], fields.count)
-
-
 def _clip(args: Mapping[str, Any]) -> Transform:
     limit, algorithm = args["gradient_clip_val"], args["gradient_clip_algorithm"]
     kinds = {"norm": clip_by_global_norm, "value": clip_by_value}
@@ -460,11 +470,10 @@ def _read_fit(args: Mapping[str, Any], device: str | None) -> FitConfig:
     Raises:
         ConfigError: a value is out of its range, or two contradict each other.
     """
-    dev_run = _checked("fast_dev_run", args["fast_dev_run"], _batches_of_dev_run)
-    overfit = _checked("overfit_batches", args["overfit_batches"], fields.share)
+    dev_run, overfit = args["fast_dev_run"], args["overfit_batches"]
     settings: dict[str, Any] = {
-        **_limits(args, dev_run),
-        "log_every": 50 if args["log_every_n_steps"] is None else _least("log_every_n_steps", args),
+        **_limits(args),
+        "log_every": 50 if args["log_every_n_steps"] is None else args["log_every_n_steps"],
         "deterministic": args["deterministic"] or False,
         "cudnn_benchmark": args["benchmark"],
         "detect_anomaly": args["detect_anomaly"],
@@ -484,53 +493,33 @@ def _read_fit(args: Mapping[str, Any], device: str | None) -> FitConfig:
         raise ConfigError(error.what, where=_WHERE, hint=error.hint) from None
 
 
-def _batches_of_dev_run(value: Any) -> int:
-    return int(value) if isinstance(value, bool) else fields.count(value, least=0)
-
-
-def _least(name: str, args: Mapping[str, Any]) -> int:
-    return 0 if args[name] is None else _checked(name, args[name], lambda value: fields.count(value, least=0))
-
-
-def _limits(args: Mapping[str, Any], dev_run: int) -> dict[str, Any]:
+def _limits(args: Mapping[str, Any]) -> dict[str, Any]:
     epochs, steps, duration = args["max_epochs"], args["max_steps"], args["max_time"]
-    if epochs is None and steps in (None, -1) and duration is None and not dev_run:
+    if epochs is None and steps in (None, -1) and duration is None and not args["fast_dev_run"]:
         raise ConfigError(
             f"max_epochs=None and max_steps={steps}: nothing limits the run (Lightning would train 1000 epochs)",
             where=_WHERE,
             hint="pass max_epochs=10, or max_epochs=-1 to train until you stop the run",
         )
     return {
-        "epochs": None if epochs is None else _checked("max_epochs", epochs, lambda v: fields.count(v, infinite=True)),
-        "steps": None if steps in (None, -1) else _checked("max_steps", steps, fields.count),
-        "max_time": None if duration is None else _checked("max_time", duration, fields.seconds),
-        "min_epochs": _least("min_epochs", args) or None,
-        "min_steps": _least("min_steps", args) or None,
+        "epochs": epochs,
+        "steps": None if steps == -1 else steps,
+        "max_time": duration,
+        "min_epochs": args["min_epochs"] or None,
+        "min_steps": args["min_steps"] or None,
     }
 
 
 def _batch_limits(args: Mapping[str, Any]) -> dict[str, int | float] | None:
-    found: dict[str, int | float] = {}
-    for loader in ("train", "val"):
-        name = f"limit_{loader}_batches"
-        if args[name] is not None:
-            limit = _checked(name, args[name], fields.share)
-            if not (isinstance(limit, float) and limit == 1.0):
-                found[loader] = limit
-    return found or None
+    found = {loader: args[f"limit_{loader}_batches"] for loader in ("train", "val")}
+    kept = {loader: limit for loader, limit in found.items() if limit is not None and not _only(1.0)(limit)}
+    return kept or None
 
 
 def _interval(args: Mapping[str, Any]) -> int | float:
     """``val_check_interval`` and ``check_val_every_n_epoch`` in updates (an int) or epochs (a float)."""
-    interval, epochs = args["val_check_interval"], args["check_val_every_n_epoch"]
-    if isinstance(interval, str | Mapping | timedelta):
-        raise ConfigError(
-            f"val_check_interval={interval!r}: evaluation is counted in batches or epochs, not in time",
-            where=_WHERE,
-            hint=_EXAMPLES["val_check_interval"],
-        )
-    found = 1.0 if interval is None else _checked("val_check_interval", interval, lambda v: fields.share(v, least=1))
-    every = None if epochs is None else _checked("check_val_every_n_epoch", epochs, fields.count)
+    found = 1.0 if args["val_check_interval"] is None else args["val_check_interval"]
+    every = args["check_val_every_n_epoch"]
     if isinstance(found, float) and every is None:
         raise ConfigError(
             f"check_val_every_n_epoch=None counts batches, and val_check_interval={found} is a share of an epoch",
@@ -544,7 +533,7 @@ def _interval(args: Mapping[str, Any]) -> int | float:
             where=_WHERE,
             hint=f"check_val_every_n_epoch={every} alone, or val_check_interval={found!r} alone",
         )
-    return found * (every or 1) if isinstance(found, float) else _updates(found, every, _read_accumulate(args))
+    return found * (every or 1) if isinstance(found, float) else _updates(found, every, args["accumulate_grad_batches"])
 
 
 def _updates(batches: int, every: int | None, micro: int) -> int:
