@@ -26,6 +26,7 @@ WRONG: dict[str, tuple[Any, Any, Any, str]] = {
     "a partial": (partial(functional.mse_loss), torch.ones(8, 1), torch.ones(8), ".squeeze(-1)"),
     "kl": (nn.KLDivLoss(), torch.ones(8, 1), torch.ones(8), ".squeeze(-1)"),
     "bce column": (BCE, torch.ones(8, 1), torch.ones(8), "model(x).squeeze(-1)"),
+    "one class": (CE, torch.ones(8, 1), torch.zeros(8, dtype=torch.int64), "nn.BCEWithLogitsLoss()"),
 }
 
 

@@ -208,7 +208,7 @@ def _collecting(program: Program, grads: Params) -> Any:
         return found
 
     own = program.static if getattr(program.train_step, "static", None) is program.static else None
-    return program.train_step if own is None else own.steps(Form(lambda stored: stored, collect)).train_step
+    return program.train_step if own is None else own.made.steps(Form(lambda stored: stored, collect)).train_step
 
 
 def state_before(frozen: TrainState, window: list[tuple[Call, Any]], index: int, accumulate: int) -> TrainState:

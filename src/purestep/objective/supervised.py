@@ -88,7 +88,8 @@ def supervised(
         raise ConfigError('reduction="none" gives no scalar', where="criterion", hint='reduction="mean"')
     measured = functions(metrics)
     module = criterion if isinstance(criterion, nn.Module) and _has_tensors(criterion) else None
-    split, run, is_elementwise = prepare or split_batch, forward or call_model, _is_elementwise(criterion)
+    split, run = prepare or split_batch, forward or call_model
+    is_elementwise, is_over_classes = _is_elementwise(criterion), _is_over_classes(criterion)
 
     def objective(model: Any, batch: Any, /, *context: Any) -> Loss:
         del context  # A supervised loss depends on the batch only.
@@ -96,6 +97,8 @@ def supervised(
         outputs = run(model, inputs)
         if is_elementwise:
             _check_shapes(criterion, outputs, targets)
+        elif is_over_classes:
+            _check_classes(criterion, outputs)
         mean: Any = criterion(outputs, targets) if module is None else _bound(model, module)(outputs, targets)
         if not isinstance(mean, Tensor):
             raise StepContractError(
@@ -189,6 +192,22 @@ def _is_elementwise(criterion: Any) -> bool:
     return isinstance(loss, _OVER_ELEMENTS) or loss in _FUNCTIONS_OVER_ELEMENTS
 
 
+def _is_over_classes(criterion: Any) -> bool:
+    loss = _called(criterion)
+    return isinstance(loss, _OVER_CLASSES) or loss in _FUNCTIONS_OVER_CLASSES
+
+
+def _check_classes(criterion: Any, outputs: Any) -> None:
+    loss = _called(criterion)
+    from_features = hasattr(loss, "linear")  # `LinearCrossEntropyLoss`: the outputs are no scores of classes
+    if isinstance(outputs, Tensor) and outputs.dim() > 1 and outputs.shape[1] == 1 and not from_features:
+        raise StepContractError(
+            f"outputs {list(outputs.shape)}: the loss of a single class is always 0",
+            where=str(getattr(loss, "__name__", type(loss).__name__)),
+            hint="nn.BCEWithLogitsLoss() with outputs and floating targets of one shape, or a last layer with 2 outputs",
+        )
+
+
 def _check_shapes(criterion: Any, outputs: Any, targets: Any) -> None:
     if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor) or outputs.shape == targets.shape:
         return  # The loss itself refuses what is no tensor.
@@ -213,7 +232,7 @@ def _weight(
     loss, reduction = _called(criterion), _setting(criterion, "reduction", "mean")
     if reduction == "sum":
         return torch.ones((), dtype=torch.float32, device=mean.device)
-    if isinstance(loss, _OVER_CLASSES) or loss in _FUNCTIONS_OVER_CLASSES:
+    if _is_over_classes(criterion):
         if class_weight is None:
             class_weight = _setting(criterion, "weight", None)
         ignored = _setting(criterion, "ignore_index", None)
