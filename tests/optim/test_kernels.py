@@ -256,9 +256,11 @@ def test_an_unused_layer_is_left_alone_and_its_own_count_goes_on(read: bool, mon
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return func(*args, **(kwargs or {}))
 
-    calls, launch = [], fused.launch
+    calls, launch = [], fused.foreach.fused_
     monkeypatch.setattr(
-        fused, "launch", lambda kernel, lists, *more: calls.append(len(lists[0])) or launch(kernel, lists, *more)
+        fused.foreach,
+        "fused_",
+        lambda kernel, lists, *more: calls.append(len(lists[0])) or launch(kernel, lists, *more),
     )
     states = []
     for tx in (optim.adamw(1e-2), no_kernel(optim.adamw(1e-2))):

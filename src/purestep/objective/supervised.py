@@ -204,7 +204,7 @@ def _check_classes(criterion: Any, outputs: Any) -> None:
         raise StepContractError(
             f"outputs {list(outputs.shape)}: the loss of a single class is always 0",
             where=str(getattr(loss, "__name__", type(loss).__name__)),
-            hint="nn.BCEWithLogitsLoss() with outputs and floating targets of one shape, or a last layer with 2 outputs",
+            hint="nn.BCEWithLogitsLoss() with floating targets of the outputs' shape, or a last layer with 2 outputs",
         )
 
 
@@ -229,7 +229,7 @@ def _check_shapes(criterion: Any, outputs: Any, targets: Any) -> None:
 def _weight(
     criterion: Any, class_weight: Tensor | None, outputs: Any, targets: Any, inputs: Any, mean: Tensor
 ) -> Tensor:
-    loss, reduction = _called(criterion), _setting(criterion, "reduction", "mean")
+    reduction = _setting(criterion, "reduction", "mean")
     if reduction == "sum":
         return torch.ones((), dtype=torch.float32, device=mean.device)
     if _is_over_classes(criterion):

@@ -30,7 +30,6 @@ from .counts import update_counts
 from .numerics import by_name, in_dtype, rate_at
 from .scale import rate_leaf
 
-_torch: Any = torch  # torch's stubs do not export the kernels
 _DTYPES = (torch.float32, torch.float64)
 _OPTIMIZERS: dict[tuple[str, ...], str] = {
     ("adam", "decay", "learning_rate"): "adamw",
@@ -128,7 +127,7 @@ def run(
         if names:
             lists = [[named[name] for name in names] for named in (params, updates, *each.moments)]
             counts = [each.counts[name] for name in names] if each.counts else []
-            launch(each.kernel, lists, counts, {**each.options, "found_inf": refused})
+            foreach.fused_(each.kernel, lists, counts, {**each.options, "found_inf": refused})
     return params, state
 
 
@@ -317,32 +316,3 @@ def _scaled(updates: Params, factor: Scalar) -> Params:
         same = [leaves[index] for index in places]
         foreach.scale_(same, in_dtype(factor, same[0].dtype))
     return updates
-
-
-def launch(kernel: str, lists: list[list[Tensor]], counts: list[Tensor], options: dict[str, Any]) -> None:
-    """Call a kernel of torch, once for each dtype.
-
-    Args:
-        kernel: "adam", "adamw" or "sgd".
-        lists: parameters, updates, and the moments; float32 or float64, of one dtype for each parameter. The kernel
-            writes into the first and the last, and may write temporaries into the updates.
-        counts: for Adam, shape=() each, float32: updates with this one. One tensor may stand for several parameters.
-        options: ``lr``, ``weight_decay``, the optimizer's numbers, and ``found_inf``: shape=(), float32, 1 leaves
-            everything as it was; or None.
-
-    Example:
-        >>> w, fixed = [torch.ones(1)], {"lr": 0.5, "momentum": 0.0, "nesterov": False, "weight_decay": 0.0}
-        >>> launch("sgd", [w, [torch.ones(1)]], [], fixed)
-        >>> w
-        [tensor([0.5000])]
-    """
-    for places in foreach.by_dtype(lists[0]):
-        params, updates, *moments = [[each[index] for index in places] for each in lists]
-        if kernel == "sgd":
-            sums = moments[0] if moments else []
-            fixed = {"dampening": 0.0, "maximize": False, "is_first_step": False}
-            _torch._fused_sgd_(params, updates, sums, **fixed, **options)
-        else:
-            call = _torch._fused_adamw_ if kernel == "adamw" else _torch._fused_adam_
-            steps = [counts[index] for index in places]
-            call(params, updates, *moments, [], steps, amsgrad=False, maximize=False, **options)

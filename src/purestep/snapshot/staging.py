@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import StateError
-from ..torch_ext import tensor_layout
+from ..torch_ext import foreach, tensor_layout
 
 _NATIVE = (
     *(torch.float64, torch.float32, torch.float16, torch.complex128, torch.complex64, torch.bool),
@@ -68,8 +68,7 @@ def stage(tensors: dict[str, Tensor], spare: Buffers) -> Buffers:
         # Only CUDA orders an asynchronous copy with later work on its stream, and only into pinned memory.
         buffers[path].copy_(tensor, non_blocking=True)
     if near := [path for path in tensors if path not in far]:
-        # One call for all: for small tensors, a call takes longer than the copy. It has no public name.
-        torch._foreach_copy_([buffers[path] for path in near], [tensors[path] for path in near])  # pyright: ignore
+        foreach.copy_([buffers[path] for path in near], [tensors[path] for path in near])
     for device in {tensor.device for tensor in far.values()}:
         torch.cuda.current_stream(device).synchronize()
     return buffers

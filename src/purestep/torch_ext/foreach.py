@@ -79,6 +79,40 @@ def where(condition: Tensor, new: Sequence[Tensor], old: Sequence[Tensor]) -> li
     return made
 
 
+def copy_(into: Sequence[Tensor], source: Sequence[Tensor]) -> None:
+    """Copy each tensor; of one device. For small tensors a call takes longer than the copy."""
+    _torch._foreach_copy_(into, source)
+
+
+def fused_(kernel: str, lists: list[list[Tensor]], counts: list[Tensor], options: dict[str, Any]) -> None:
+    """An update by the kernel of ``torch.optim`` with ``fused=True``, once for each dtype.
+
+    Args:
+        kernel: "adam", "adamw" or "sgd".
+        lists: parameters, updates, and the moments; float32 or float64, of one dtype for each parameter. The kernel
+            writes into the first and the last, and may write temporaries into the updates.
+        counts: for Adam, shape=() each, float32: updates with this one. One tensor may stand for several parameters.
+        options: ``lr``, ``weight_decay``, the optimizer's numbers, and ``found_inf``: shape=(), float32, 1 leaves
+            everything as it was; or None.
+
+    Example:
+        >>> w, fixed = [torch.ones(1)], {"lr": 0.5, "momentum": 0.0, "nesterov": False, "weight_decay": 0.0}
+        >>> fused_("sgd", [w, [torch.ones(1)]], [], fixed)
+        >>> w
+        [tensor([0.5000])]
+    """
+    for places in by_dtype(lists[0]):
+        params, updates, *moments = [[each[index] for index in places] for each in lists]
+        if kernel == "sgd":
+            sums = moments[0] if moments else []
+            fixed = {"dampening": 0.0, "maximize": False, "is_first_step": False}
+            _torch._fused_sgd_(params, updates, sums, **fixed, **options)
+        else:
+            call = _torch._fused_adamw_ if kernel == "adamw" else _torch._fused_adam_
+            steps = [counts[index] for index in places]
+            call(params, updates, *moments, [], steps, amsgrad=False, maximize=False, **options)
+
+
 def by_dtype(tensors: Sequence[Tensor]) -> Iterable[list[int]]:
     """The indices of the tensors of each dtype: a kernel takes one."""
     found: dict[torch.dtype, list[int]] = {}

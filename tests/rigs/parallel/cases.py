@@ -306,7 +306,7 @@ def steps(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
             if fault is not None:
                 stack.enter_context(FAULTS[fault]())
             counts = stack.enter_context(counted())
-            kernel = stack.enter_context(mock.patch.object(fused, "launch", wraps=fused.launch))
+            kernel = stack.enter_context(mock.patch.object(fused.foreach, "fused_", wraps=fused.foreach.fused_))
             state, metrics = trained(program, [share(batch, mesh, kind) for batch in examples], compiled=compiled)
             counts = dict(counts)
             far, path = difference(ps.full(state), expected)
