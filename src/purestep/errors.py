@@ -39,7 +39,8 @@ class StepContractError(PurestepError, ValueError):
 
 
 class NonFiniteError(PurestepError, ArithmeticError):
-    """A loss or gradient is infinite or not a number. The state is the one before that step.
+    """A loss or gradient is infinite or not a number. The state is the one before that step, without its
+    accumulation window.
 
     `fit` fills the attributes below. `purestep.testing.record` writes ``state`` and ``batch`` to a file.
     """

@@ -122,9 +122,9 @@ class TrainState(NamedTuple):
 
     All leaves are on one device except ``key``, which is on the CPU. The field of a disabled component is `Empty`.
 
-    After a loss or gradient that is not finite, ``halted`` is the number of that call, and later calls update nothing.
-    `fit` and `run_epoch` then raise. In your own loop read ``int(state.halted)`` (which waits for the device), and
-    continue with ``state._replace(halted=torch.zeros_like(state.halted))``. With
+    After a loss or gradient that is not finite, ``halted`` is the number of that call (with ``accumulate``, of the call
+    that closes its window), and later calls update nothing. `fit` and `run_epoch` then raise. In your own loop read
+    ``int(state.halted)`` (which waits for the device), and continue with ``state._replace(halted=torch.zeros_like(state.halted))``. With
     ``ps.program(..., nonfinite="skip")`` a state never halts.
 
     Example:
@@ -145,7 +145,7 @@ class TrainState(NamedTuple):
     ema: Tree  # ema.EmaState or Empty
     scaler: Tree  # scaler.ScalerState or Empty
     accum: Tree  # step.Accum or Empty: gradients of an open accumulation window
-    halted: Tree  # shape=(), dtype=int64: 0, or the call (from 1) that was not finite; Empty with nonfinite="skip"
+    halted: Tree  # shape=(), dtype=int64: 0, or the call (from 1) whose update was refused; Empty with nonfinite="skip"
     key: Tensor  # shape=(2,), dtype=int64, CPU: [seed, calls]
     placement: Tree = Empty()  # parallel.Placement, without leaves: how several processes hold this state
 

@@ -288,6 +288,17 @@ def test_dtypes_that_the_kernel_does_not_have_take_the_formula() -> None:
     assert state.params["0.weight"].dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("size", [0.5, 0.9, 2.0])
+def test_a_tiny_bound_clips_as_in_its_formula(size: float) -> None:
+    """Beside the 1e-6 that is added to a norm, a bound of 1e-6 is small: a smaller norm is scaled too."""
+    tx = optim.chain(optim.clip_by_global_norm(1e-6), optim.sgd(1.0))
+    net = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(net.weight)
+    program = ps.program(net, lambda model, batch: ps.Loss(model(batch).sum(), torch.ones(()), {}), tx)
+    new, _ = program.train_step(program.init(), torch.full((1, 1), size * 1e-6))
+    assert float(new.params["weight"]) == pytest.approx(-size * 1e-6 * min(1, 1 / (size + 1)), rel=1e-5, abs=0)
+
+
 def test_the_norm_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     own = optim.base._leaf_norms

@@ -36,7 +36,7 @@ The path of a snapshot::
 
     fit                            asks between two calls (`_decide`), and at a boundary (`_boundary`)
     decisions                      `Decisions.is_due`: of several processes, by one clock
-    saving                         `Checkpointer`: is this call saved? adds `LoopState` and the feed's position
+    saving                         `Checkpointer`: is this call saved? adds `LoopState` and what the feed stores
     snapshot/snapshots             the policy, and one save at a time
     snapshot/staging               copies the state to the host
     snapshot/writer                in a thread: writes, syncs, reads back, renames, deletes old ones

@@ -95,9 +95,9 @@ def fit(
     all draw one order and load their rows of each batch, as `types.Share`. History, monitor and best are those of one
     process, and a run may go on with another number of processes. Callbacks run in every process, with its part of the
     state and its share of a batch; if they return a state, they do so in all. Sinks, the log and the directory belong
-    to the first process. If one process gets a signal or `Stop`, comes to the end of ``max_time`` or to a snapshot due
-    by the clock, or has an error of the writer, all processes act on it together, at the same call. An error in one
-    process ends the others with a RankError, without a snapshot, which would take all of them.
+    to the first process. If one process gets a signal or `Stop`, comes to the end of ``max_time`` or has an error of
+    the writer, or if a snapshot is due by the first one's clock, all act on it together, at the same call. An error in
+    one process ends the others with a RankError, without a snapshot, which would take all of them.
 
     Returns:
         `FitResult`: the last state (with ``restore_best=True`` the best one), the history, the best epoch, the number

@@ -124,7 +124,7 @@ def halt_spoilt(state: Tree) -> Tree:
 def before_halt(state: Tree) -> Tree:
     """Return the tree with every halted state as it was before the call that halted it.
 
-    A halted state refuses every change but the count of calls. The host advances the key in any case.
+    A halted state refuses every change; the host advances the key in any case.
     """
 
     def one(node: Any) -> Any:

@@ -25,7 +25,7 @@ class Checkpointer:
 
     Args:
         snapshots: None to save nothing.
-        feed: its position is saved with the state.
+        feed: what it stores (`Feed.to_store`) is saved with the state.
         saved: the call that the state was restored from, if it was.
     """
 

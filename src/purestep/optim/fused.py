@@ -305,8 +305,8 @@ def _changed(change: Change, updates: Params, norm: Tensor | None) -> Params:
         return _scaled(updates, change.options["factor"])
     norm = global_norm(updates) if norm is None else norm
     max_norm, number = change.options["max_norm"], read(norm)
-    if not isinstance(number, Tensor) and number < 0.999 * max_norm:
-        return updates  # the factor is 1
+    if not isinstance(number, Tensor) and number + 2e-6 < 0.999 * max_norm:
+        return updates  # the factor is 1, also when it is rounded
     return _scaled(updates, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
 
 
