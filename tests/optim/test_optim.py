@@ -639,6 +639,17 @@ NAMED = ["adamw", "adam", "nadam", "radam", "adamax", "sgd", "lion", "rmsprop", 
 NAMED += ["adafactor", "lamb", "muon", "ademamix", "prodigy", "schedule_free_adamw", "schedule_free_sgd", "soap"]
 
 
+def test_every_optimizer_is_in_the_list():
+    """Those of `optim` with a learning rate and weight decay: a new one is not forgotten here."""
+    made = {name: value for name, value in vars(optim).items() if inspect.isfunction(value)}
+    found = [
+        name
+        for name, make in made.items()
+        if {"learning_rate", "weight_decay"} <= {*inspect.signature(make).parameters}
+    ]
+    assert sorted(found) == sorted(NAMED)
+
+
 @pytest.mark.parametrize("name", NAMED)
 def test_an_error_names_the_optimizer_and_the_argument_that_were_typed(name: str) -> None:
     make = getattr(optim, name)
