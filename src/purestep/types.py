@@ -124,7 +124,8 @@ class TrainState(NamedTuple):
 
     After a loss or gradient that is not finite, ``halted`` is the number of that call (with ``accumulate``, of the call
     that closes its window), and later calls update nothing. `fit` and `run_epoch` then raise. In your own loop read
-    ``int(state.halted)`` (which waits for the device), and continue with ``state._replace(halted=torch.zeros_like(state.halted))``. With
+    ``int(state.halted)`` (which waits for the device), and continue with
+    ``state._replace(halted=torch.zeros_like(state.halted))``. With
     ``ps.program(..., nonfinite="skip")`` a state never halts.
 
     Example:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from rigs.parallel import cases, processes
+from torch import distributed as dist
 
 import purestep as ps
+from purestep.parallel import mesh as mesh_
 from purestep.parallel.units import Shown
 
 BATCHNORM: dict[str, Any] = {"problem": "normalized", "batches": "images", "params": "replicate"}
@@ -186,6 +190,24 @@ def _total_norm(updates: Any) -> torch.Tensor:
     return torch.stack([leaf.square().sum() for leaf in updates.values()]).sum().sqrt()
 
 
+def test_clipping_in_a_function_of_the_users_is_refused_for_any_bound() -> None:
+    inner = ps.optim.chain(ps.optim.clip_by_global_norm(1e6), ps.optim.sgd(0.1))
+    rule = ps.optim.Transform(inner.init, lambda updates, state, params: inner.update(updates, state, params), True)
+    program = ps.program(torch.nn.Linear(4, 2), ps.supervised(torch.nn.MSELoss()), rule)
+    with pytest.raises(ps.errors.ConfigError, match="says that it is elementwise"):
+        ps.distribute(program, ps.parallel.Mesh(shard=2), params="shard")
+
+
+def test_a_transform_for_these_very_shapes_is_not_compared() -> None:
+    def init(params: Any) -> Any:
+        assert params["weight"].shape == (2, 4)
+        return ()
+
+    rule = ps.optim.Transform(init, lambda updates, state, params: (updates, state), True)
+    program = ps.program(torch.nn.Linear(4, 2), ps.supervised(torch.nn.MSELoss()), rule)
+    ps.distribute(program, ps.parallel.Mesh(shard=2), params="shard")
+
+
 @pytest.mark.parametrize(
     ("norm", "elementwise", "is_refused"),
     [
@@ -204,3 +226,29 @@ def test_a_transform_that_sums_by_itself_is_refused(norm: Any, elementwise: bool
             ps.distribute(program, mesh, params="shard")
     else:
         ps.distribute(program, mesh, params="shard")
+
+
+@pytest.mark.parametrize(
+    ("error", "is_left"), [(ValueError("of the caller"), True), (ps.errors.RankError("gone"), False)]
+)
+def test_an_error_of_the_caller_leaves_a_process_group_of_theirs(
+    error: Exception, is_left: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A collective that has failed ends it: later work on it would wait."""
+    found: list[Any] = []
+    monkeypatch.setattr(mesh_, "abort", lambda groups, but=None: found.append(but))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(type(error)), ps.parallel.start():
+            raise error
+        assert found == [dist.group.WORLD if is_left else None]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_an_abort_leaves_the_group_that_is_named() -> None:
+    ended: list[str] = []
+    world, data = (SimpleNamespace(abort=functools.partial(ended.append, name)) for name in ("world", "data"))
+    groups = mesh_.Groups(ps.parallel.Mesh(device_type="cuda"), None, {"world": world, "data": data}, None, timeout=1.0)
+    mesh_.abort(groups, but=world)
+    assert ended == ["data"]

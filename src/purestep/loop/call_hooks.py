@@ -1,4 +1,4 @@
-"""What a run records at each call of its step: the parts that settings of `fit` add, and that never change the run."""
+"""Records of each call of a run's step: parts that settings of `fit` add, and that never change the run."""
 
 from __future__ import annotations
 

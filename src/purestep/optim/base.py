@@ -28,7 +28,7 @@ def _no_decay(params: Params) -> dict[str, bool | None]:
 
 
 class Kind(NamedTuple):
-    """What a transform of this package computes, as data.
+    """The computation of a transform of this package, as data.
 
     Args:
         name: of the computation.

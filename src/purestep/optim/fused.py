@@ -145,9 +145,7 @@ class _Part(NamedTuple):
 def _planned(work: list[Change | Call], tx: Transform, updates: Params, state: Tree, params: Params) -> Tree | None:
     """Append the work of a transform; return its state after the update, or None if it has no plan."""
     parts = _parts(tx, state)
-    names = tuple(part.name for part in parts)
-    tail = next((known for known in (*_OPTIMIZERS, *_NESTED) if names[-len(known) :] == known), None)
-    if tail is None or any(name not in ("clip", "scale") for name in names[: -len(tail)]):
+    if (tail := _tail(parts)) is None:
         return None
     first, last = parts[: -len(tail)], parts[-len(tail) :]
     work += [Change(part.name, part.options, list(updates)) for part in first]
@@ -157,6 +155,13 @@ def _planned(work: list[Change | Call], tx: Transform, updates: Params, state: T
     else:
         new = _optimizer(work, tail, last, updates, params)
     return None if new is None else _nested(tx, iter([*(part.state for part in first), *new]))
+
+
+def _tail(parts: list[_Part]) -> tuple[str, ...] | None:
+    """The names of the last parts, after clipping and scaling, if there is a kernel or a plan for them."""
+    names = tuple(part.name for part in parts)
+    tail = next((known for known in (*_OPTIMIZERS, *_NESTED) if names[-len(known) :] == known), None)
+    return None if tail is None or any(name not in ("clip", "scale") for name in names[: -len(tail)]) else tail
 
 
 def _parts(tx: Transform, state: Tree) -> list[_Part]:
@@ -182,13 +187,15 @@ def _nested(tx: Transform, states: Iterator[Tree]) -> Tree:
 
 
 def _partition(work: list[Change | Call], part: _Part, updates: Params, params: Params) -> Tree | None:
-    groups = dict(part.state.groups)
+    groups, transforms = dict(part.state.groups), part.options["transforms"]
+    if any(_tail(_parts(transforms[label], group.inner)) is None for label, group in groups.items() if group.selected):
+        return None
     for label, group in part.state.groups.items():
         if any(name not in updates for name in group.selected):
             return None  # `update` raises the error
         if group.selected:
             own = [{name: p for name, p in named.items() if name in group.selected} for named in (updates, params)]
-            inner = _planned(work, part.options["transforms"][label], own[0], group.inner, own[1])
+            inner = _planned(work, transforms[label], own[0], group.inner, own[1])
             if inner is None:
                 return None
             groups[label] = group._replace(inner=inner)

@@ -29,7 +29,7 @@ AXES = ("data", "shard", "tensor")
 _WHERE = "parallel.start"
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _RUN = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE")
-"""What launchers set to one value for the processes of one run."""
+"""Variables that launchers set to one value for the processes of one run."""
 _NCCL_GRACE = 30.0  # seconds for the host group's error to arrive first
 _GRACE = 5.0  # seconds in which the process with the store waits for what the others have to say
 
@@ -209,7 +209,8 @@ def start(*, data: int | None = None, shard: int = 1, tensor: int = 1, timeout: 
         except BaseException as error:
             if not (isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and not error.code)):
                 _record(error)
-                abort(found)  # to close the groups would wait for the other processes
+                # To close the groups would wait for the other processes.
+                abort(found, but=dist.group.WORLD if is_users and not isinstance(error, RankError) else None)
             raise
         if is_users:
             _destroy(found)
@@ -233,10 +234,11 @@ def _record(error: BaseException) -> None:
         get_error_handler().record_exception(error)
 
 
-def abort(groups: Groups) -> None:
-    """End the GPU's pending collectives: another process is gone or this one fails, and later work would wait."""
+def abort(groups: Groups, but: Any = None) -> None:
+    """End the GPU's pending collectives: another process is gone or this one fails, and later work would wait. ``but``:
+    a group that is left as it is."""
     for group in {id(group): group for group in groups.by_axis.values()}.values():
-        if groups.mesh.device_type == "cuda":
+        if groups.mesh.device_type == "cuda" and group is not but:
             with contextlib.suppress(Exception):
                 group.abort()
 
@@ -380,7 +382,7 @@ def _rendezvous(limit: timedelta) -> Any:
 
 
 def _facts(count: int) -> dict[str, Any]:
-    """What all processes of a run must have in common."""
+    """The versions and the run, which all processes must have in common."""
     try:
         own = metadata.version("purestep")
     except metadata.PackageNotFoundError:  # run from a source tree without installation

@@ -160,7 +160,7 @@ def _order(value: Tensor) -> tuple[int, ...]:
 
 
 def shard_of(layout: Layout, leaf: Leaf, value: Tensor, mesh: meshes.Mesh) -> Tensor:
-    """What one process holds of a whole tensor: a copy in the leaf's memory order."""
+    """The part of a whole tensor that one process holds: a copy in the leaf's memory order."""
     if leaf.tensor >= 0:
         size = value.shape[leaf.tensor] // layout.tensor
         value = value.narrow(leaf.tensor, mesh.coordinate("tensor") * size, size)

@@ -1,4 +1,4 @@
-"""What the processes of a mesh tell each other on the host: numbers, values, errors, and checks that they are the same.
+"""The exchange between the processes of a mesh on the host: numbers, values, errors, and checks of equality.
 
 All of it runs over the host group of the open mesh (gloo, on the CPU), so it never waits for a device. Every process
 makes the same calls in the same order. Without a mesh of several processes each function returns what this process has.

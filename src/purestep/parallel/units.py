@@ -22,7 +22,7 @@ _UNIT = "_purestep_unit"
 
 
 class Unit(NamedTuple):
-    """What a block needs to gather its parameters."""
+    """Facts of a block with which it gathers its parameters."""
 
     leaves: tuple[tuple[str, Leaf], ...]  # (name in the block, leaf as one process of the axis "tensor" has it)
     width: int

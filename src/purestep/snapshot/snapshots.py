@@ -447,10 +447,9 @@ class Snapshots:
             raise
         self._clear(self._token)
         self._token = token
-        leaves = parts.to_store(leaves, spread)
         failure: Exception | None = None
         try:
-            self._copy(manifest.step, leaves, spread)
+            self._copy(manifest.step, parts.to_store(leaves, spread), spread)
             if self._buffers:
                 orbax_io.ready(self._platforms)
         except Exception as error:

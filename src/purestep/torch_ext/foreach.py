@@ -1,4 +1,5 @@
-"""One call for many tensors: torch's functions for lists (``torch._foreach``), by plain names.
+"""One call for many tensors: torch's functions for lists (``torch._foreach``) and its kernels of optimizers
+(``torch._fused``), by plain names.
 
 On a GPU a call launches a few kernels for all tensors; on the CPU it saves Python's part of each operation. `vmap`,
 Dynamo and tensor subclasses take the operations one by one: ask `tracing.may_overwrite` before.
