@@ -212,7 +212,7 @@ class Feed(ABC):
         return 0
 
     def to_store(self, epoch: int, consumed: int) -> dict[str, Any]:
-        """What a snapshot stores after ``consumed`` batches of ``epoch``, as JSON, for `restore`.
+        """The facts that a snapshot stores after ``consumed`` batches of ``epoch``, as JSON, for `restore`.
 
         Example:
             >>> from purestep.data import open_feed

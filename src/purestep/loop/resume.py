@@ -1,4 +1,4 @@
-"""Where a run begins: the directory of its snapshots, and the state to go on from."""
+"""The beginning of a run: the directory of its snapshots, and the state to go on from."""
 
 from __future__ import annotations
 
