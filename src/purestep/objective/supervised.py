@@ -55,8 +55,8 @@ def supervised(
 
     Examples are counted by the leading dimension of the targets. A list or tuple of targets has one entry per example
     (the boxes of an image, the labels of a graph), unless its tensors are columns: they have one leading dimension,
-    which is that of the inputs, or they differ in rank or dtype, as the targets of two heads. The weight of a metric
-    that returns a bare tensor is the number of examples.
+    which is that of the first tensor in the inputs, or they differ in rank or dtype, as the targets of two heads. The
+    weight of a metric that returns a bare tensor is the number of examples.
 
     Args:
         criterion: a loss such as `torch.nn.CrossEntropyLoss()`, or any ``f(outputs, targets) -> 0-d tensor``.
