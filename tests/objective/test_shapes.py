@@ -71,3 +71,50 @@ def test_a_column_against_a_row_is_refused_in_a_run_and_its_cure_trains():
 )
 def test_others_are_left_to_the_loss(criterion: Any, outputs: Any, targets: Any):
     assert torch.isfinite(run(criterion, outputs, targets).mean)
+
+
+class MaskedMSE(nn.MSELoss):
+    """Squeezes the outputs itself."""
+
+    def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return super().forward(input.squeeze(-1), target)
+
+
+class ReducedMSE(nn.MSELoss):
+    """Reduces after torch."""
+
+    def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return super().forward(input, target).mean()
+
+
+class SeqCE(nn.CrossEntropyLoss):
+    """Takes the classes in the last dimension."""
+
+    def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return super().forward(input.movedim(-1, 1), target)
+
+
+class PlainMSE(nn.MSELoss):
+    """Has torch's forward."""
+
+
+@pytest.mark.parametrize(
+    ("criterion", "outputs", "targets", "weight"),
+    [
+        (MaskedMSE(), torch.ones(4, 1), torch.ones(4), 4),
+        (ReducedMSE(reduction="none"), torch.ones(4, 3), torch.ones(4, 3), 12),
+        (SeqCE(), torch.ones(4, 1, 3), torch.tensor([[0], [1], [-100], [2]]), 3),
+        (partial(SeqCE()), torch.ones(4, 1, 3), torch.zeros(4, 1).long(), 4),
+    ],
+)
+def test_a_subclass_with_its_own_forward_has_the_weight_of_its_class_and_takes_any_shape(
+    criterion: Any, outputs: Any, targets: Any, weight: int
+):
+    loss = run(criterion, outputs, targets)
+    assert torch.equal(loss.mean, criterion(outputs, targets))
+    assert loss.weight == weight
+
+
+def test_a_subclass_with_the_forward_of_torch_is_checked_as_torchs_own():
+    with pytest.raises(StepContractError, match=r"PlainMSE: outputs \[4, 1\] and targets \[4\]"):
+        run(PlainMSE(), torch.ones(4, 1), torch.ones(4))

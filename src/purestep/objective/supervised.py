@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -70,7 +69,8 @@ def supervised(
         ConfigError: the criterion is one of torch's losses with ``reduction="none"``, or a class, not an instance.
         DataError: when called, if the batch is not a pair or mapping of inputs and targets, or cannot be counted.
         StepContractError: when called, if an elementwise loss of torch gets outputs and targets whose shapes differ (it
-            would broadcast them), if the criterion does not return a tensor, or if a metric returns an invalid value.
+            would broadcast them) or a cross entropy of torch gets outputs of a single class (it would always be 0), if
+            the criterion does not return a tensor, or if a metric returns an invalid value.
 
     Example:
         >>> import torch, purestep as ps
@@ -89,7 +89,9 @@ def supervised(
     measured = functions(metrics)
     module = criterion if isinstance(criterion, nn.Module) and _has_tensors(criterion) else None
     split, run = prepare or split_batch, forward or call_model
-    is_elementwise, is_over_classes = _is_elementwise(criterion), _is_over_classes(criterion)
+    is_from_torch = _is_from_torch(criterion)
+    is_elementwise = is_from_torch and _is_elementwise(criterion)
+    is_over_classes = is_from_torch and _is_over_classes(criterion)
 
     def objective(model: Any, batch: Any, /, *context: Any) -> Loss:
         del context  # A supervised loss depends on the batch only.
@@ -182,9 +184,9 @@ def _setting(criterion: Any, name: str, default: Any) -> Any:
 
 
 def _is_from_torch(criterion: Any) -> bool:
+    """True for a loss that torch computes. A subclass with its own forward may take other shapes, and reduce later."""
     loss = _called(criterion)
-    named = loss if isinstance(loss, types.FunctionType | types.BuiltinFunctionType) else type(loss)
-    return (named.__module__ or "").startswith("torch.")
+    return getattr(getattr(loss, "forward", loss), "__module__", None) in (nn.MSELoss.__module__, functional.__name__)
 
 
 def _is_elementwise(criterion: Any) -> bool:
@@ -237,7 +239,7 @@ def _weight(
             class_weight = _setting(criterion, "weight", None)
         ignored = _setting(criterion, "ignore_index", None)
         return _counted_targets(targets, -100 if ignored is None else ignored, class_weight)
-    is_over_elements = _is_elementwise(criterion) and reduction == "mean"
+    is_over_elements = _is_elementwise(criterion) and reduction != "batchmean"
     size = outputs.numel() if is_over_elements else leading(targets, inputs)
     return torch.full((), size, dtype=torch.float32, device=mean.device)
 
