@@ -70,7 +70,8 @@ def supervised(
         DataError: when called, if the batch is not a pair or mapping of inputs and targets, or cannot be counted.
         StepContractError: when called, if an elementwise loss of torch gets outputs and targets whose shapes differ (it
             would broadcast them) or a cross entropy of torch gets outputs of a single class (it would always be 0), if
-            the criterion does not return a tensor, or if a metric returns an invalid value.
+            a loss of torch gets a tuple or mapping as outputs or targets of a dtype that it does not take, if the
+            criterion does not return a tensor, or if a metric returns an invalid value.
 
     Example:
         >>> import torch, purestep as ps
@@ -101,6 +102,8 @@ def supervised(
             _check_shapes(criterion, outputs, targets)
         elif is_over_classes:
             _check_classes(criterion, outputs)
+        if is_from_torch:
+            _check_kinds(criterion, outputs, targets)
         mean: Any = criterion(outputs, targets) if module is None else _bound(model, module)(outputs, targets)
         if not isinstance(mean, Tensor):
             raise StepContractError(
@@ -212,7 +215,7 @@ def _check_classes(criterion: Any, outputs: Any) -> None:
 
 def _check_shapes(criterion: Any, outputs: Any, targets: Any) -> None:
     if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor) or outputs.shape == targets.shape:
-        return  # The loss itself refuses what is no tensor.
+        return
     loss = _called(criterion)
     if targets.shape == (*outputs.shape, 1):
         hint = "prepare=lambda batch: (batch[0], batch[1].squeeze(-1))"
@@ -226,6 +229,30 @@ def _check_shapes(criterion: Any, outputs: Any, targets: Any) -> None:
         where=str(getattr(loss, "__name__", type(loss).__name__)),
         hint=f"ps.supervised(..., {hint})",
     )
+
+
+def _check_kinds(criterion: Any, outputs: Any, targets: Any) -> None:
+    """Refuse, with the cure, three kinds of outputs and targets that torch refuses in its own words."""
+    loss = _called(criterion)
+    name = str(getattr(loss, "__name__", type(loss).__name__))
+    if not isinstance(outputs, Tensor):
+        part = "[0]" if isinstance(outputs, tuple | list) else ".logits"
+        if isinstance(outputs, Mapping):
+            named = cast(Mapping[Any, Any], outputs)
+            part = f'["{"logits" if "logits" in named else next(iter(named), "logits")}"]'
+        found = f"the model returned a {type(outputs).__name__}, and the loss needs one tensor"
+        hint = f"forward=lambda model, x: model(x){part}), or model(**x){part} if the inputs are a mapping"
+    elif not isinstance(targets, Tensor):
+        return
+    elif not targets.is_floating_point() and name.lower().startswith(("bce", "binary", "huber")):
+        found = f"the targets are {targets.dtype}, and the loss needs floating ones"
+        hint = "prepare=lambda batch: (batch[0], batch[1].float()))"
+    elif targets.is_floating_point() and targets.dim() < outputs.dim() and _is_over_classes(criterion):
+        found = f"the targets are {targets.dtype}, and class indices are int64"
+        hint = "prepare=lambda batch: (batch[0], batch[1].long()))"
+    else:
+        return
+    raise StepContractError(found, where=name, hint=f"ps.supervised(..., {hint}")
 
 
 def _weight(
