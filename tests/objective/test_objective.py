@@ -282,6 +282,35 @@ class TestBatches:
         assert run(identity, (X, [draw(5, 1), draw(5, 1), draw(5, 1)])).weight == 3  # an entry per example
         assert run(identity, (X, torch.tensor(1.0))).weight == 1
 
+    @pytest.mark.parametrize(
+        ("inputs", "targets", "expected"),
+        [
+            ((X, classes(4)), (Y, Y), 4),
+            ((X, None), (Y, Y), 4),
+            ({"img": [draw(3, 8, 8)] * 4, "x": X}, (Y[:, 0],), 4),
+            ({"t": torch.tensor(0.5), "side": {"x": X}}, (Y, Y), 4),
+            ([draw(3, 8, 8)] * 2, [draw(3, 4)] * 2, 2),  # images, and the boxes of each
+            ([draw(3, 8, 8)], [draw(3, 4)], 1),
+            ([{"image": draw(3, 8, 8)}] * 2, [draw(3, 4)] * 2, 2),
+            (["a", "b"], [draw(3, 4)] * 2, 2),
+        ],
+    )
+    def test_columns_of_targets_are_as_long_as_the_first_tensor_in_the_inputs(
+        self, inputs: Any, targets: Any, expected: int
+    ):
+        run = ps.supervised(lambda o, t: X.sum(), forward=lambda model, x: x, metrics={"m": lambda o, t: X.sum()})
+        loss = run(identity, (inputs, targets))
+        assert (loss.weight, loss.metrics["m"].weight) == (expected, expected)
+
+    @pytest.mark.compile
+    def test_columns_are_counted_in_a_graph(self):
+        def weight(inputs: Any, targets: Any) -> Tensor:
+            run = ps.supervised(lambda o, t: X.sum(), forward=lambda model, x: x)
+            return run(identity, (inputs, targets)).weight
+
+        compiled = torch.compile(weight, backend="eager", fullgraph=True)
+        assert compiled(({"names": None, "x": X}, classes(4)), (Y, Y)) == 4
+
 
 class TestMetrics:
     @pytest.mark.parametrize(

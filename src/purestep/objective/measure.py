@@ -44,12 +44,13 @@ def leading(targets: Any, inputs: Any = None) -> int:
     """Count the examples: the leading dimension of a tensor (1 for a 0-d tensor), or the length of a list.
 
     A list has one entry per example (such as the boxes of an image), unless it is a list of columns: tensors with one
-    leading dimension, which is that of the inputs, or which differ in rank or dtype (the targets of two heads). A
-    mapping is counted by its first value.
+    leading dimension, which is that of the first tensor in the inputs, or which differ in rank or dtype (the targets of
+    two heads). A mapping is counted by its first value.
 
     Args:
         targets: a tensor, or a mapping, list or tuple.
-        inputs: the inputs of the same batch, a tensor or a mapping.
+        inputs: the inputs of the same batch. Lists in them whose tensors do not differ in rank or dtype (the images of
+            a batch) have one entry per example too; they are passed over.
 
     Raises:
         DataError: the targets cannot be counted.
@@ -78,10 +79,30 @@ def _rows_of_columns(entries: tuple[Any, ...] | list[Any], inputs: Any) -> int |
     if not all(isinstance(entry, Tensor) and entry.dim() for entry in entries):
         return None
     rows = entries[0].shape[0]
-    given = next(iter(cast(Mapping[str, Any], inputs).values()), None) if isinstance(inputs, Mapping) else inputs
-    is_as_inputs = isinstance(given, Tensor) and given.dim() > 0 and given.shape[0] == rows
-    are_columns = is_as_inputs or len({(entry.dim(), entry.dtype) for entry in entries}) > 1
+    are_columns = _differ(entries) or _rows_of_inputs(inputs) == rows
     return rows if are_columns and all(entry.shape[0] == rows for entry in entries) else None
+
+
+def _rows_of_inputs(inputs: Any) -> int | None:
+    """Return the leading dimension of the first tensor in the inputs; None if they have one entry per example."""
+    if isinstance(inputs, Tensor):
+        return inputs.shape[0] if inputs.dim() else None
+    parts: list[Any] = []
+    if isinstance(inputs, Mapping):
+        parts = list(cast(Mapping[str, Any], inputs).values())
+    elif isinstance(inputs, tuple | list):
+        entries = cast("tuple[Any, ...] | list[Any]", inputs)
+        parts = list(entries) if _differ(entries) else []
+    for part in parts:
+        rows = _rows_of_inputs(part)
+        if rows is not None:
+            return rows
+    return None
+
+
+def _differ(entries: tuple[Any, ...] | list[Any]) -> bool:
+    """Return True if entries differ in class, or tensors in rank or dtype; entries per example do not differ."""
+    return len({(entry.dim(), entry.dtype) if isinstance(entry, Tensor) else type(entry) for entry in entries}) > 1
 
 
 def describe(value: Any) -> str:

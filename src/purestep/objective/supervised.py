@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -55,8 +54,8 @@ def supervised(
 
     Examples are counted by the leading dimension of the targets. A list or tuple of targets has one entry per example
     (the boxes of an image, the labels of a graph), unless its tensors are columns: they have one leading dimension,
-    which is that of the inputs, or they differ in rank or dtype, as the targets of two heads. The weight of a metric
-    that returns a bare tensor is the number of examples.
+    which is that of the first tensor in the inputs, or they differ in rank or dtype, as the targets of two heads. The
+    weight of a metric that returns a bare tensor is the number of examples.
 
     Args:
         criterion: a loss such as `torch.nn.CrossEntropyLoss()`, or any ``f(outputs, targets) -> 0-d tensor``.
@@ -70,7 +69,9 @@ def supervised(
         ConfigError: the criterion is one of torch's losses with ``reduction="none"``, or a class, not an instance.
         DataError: when called, if the batch is not a pair or mapping of inputs and targets, or cannot be counted.
         StepContractError: when called, if an elementwise loss of torch gets outputs and targets whose shapes differ (it
-            would broadcast them), if the criterion does not return a tensor, or if a metric returns an invalid value.
+            would broadcast them) or a cross entropy of torch gets outputs of a single class (it would always be 0), if
+            a loss of torch gets a tuple or mapping as outputs or targets of a dtype that it does not take, if the
+            criterion does not return a tensor, or if a metric returns an invalid value.
 
     Example:
         >>> import torch, purestep as ps
@@ -89,7 +90,9 @@ def supervised(
     measured = functions(metrics)
     module = criterion if isinstance(criterion, nn.Module) and _has_tensors(criterion) else None
     split, run = prepare or split_batch, forward or call_model
-    is_elementwise, is_over_classes = _is_elementwise(criterion), _is_over_classes(criterion)
+    is_from_torch = _is_from_torch(criterion)
+    is_elementwise = is_from_torch and _is_elementwise(criterion)
+    is_over_classes = is_from_torch and _is_over_classes(criterion)
 
     def objective(model: Any, batch: Any, /, *context: Any) -> Loss:
         del context  # A supervised loss depends on the batch only.
@@ -99,6 +102,8 @@ def supervised(
             _check_shapes(criterion, outputs, targets)
         elif is_over_classes:
             _check_classes(criterion, outputs)
+        if is_from_torch:
+            _check_kinds(criterion, outputs, targets)
         mean: Any = criterion(outputs, targets) if module is None else _bound(model, module)(outputs, targets)
         if not isinstance(mean, Tensor):
             raise StepContractError(
@@ -182,9 +187,9 @@ def _setting(criterion: Any, name: str, default: Any) -> Any:
 
 
 def _is_from_torch(criterion: Any) -> bool:
+    """True for a loss that torch computes. A subclass with its own forward may take other shapes, and reduce later."""
     loss = _called(criterion)
-    named = loss if isinstance(loss, types.FunctionType | types.BuiltinFunctionType) else type(loss)
-    return (named.__module__ or "").startswith("torch.")
+    return getattr(getattr(loss, "forward", loss), "__module__", None) in (nn.MSELoss.__module__, functional.__name__)
 
 
 def _is_elementwise(criterion: Any) -> bool:
@@ -210,7 +215,7 @@ def _check_classes(criterion: Any, outputs: Any) -> None:
 
 def _check_shapes(criterion: Any, outputs: Any, targets: Any) -> None:
     if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor) or outputs.shape == targets.shape:
-        return  # The loss itself refuses what is no tensor.
+        return
     loss = _called(criterion)
     if targets.shape == (*outputs.shape, 1):
         hint = "prepare=lambda batch: (batch[0], batch[1].squeeze(-1))"
@@ -226,6 +231,30 @@ def _check_shapes(criterion: Any, outputs: Any, targets: Any) -> None:
     )
 
 
+def _check_kinds(criterion: Any, outputs: Any, targets: Any) -> None:
+    """Refuse, with the cure, three kinds of outputs and targets that torch refuses in its own words."""
+    loss = _called(criterion)
+    name = str(getattr(loss, "__name__", type(loss).__name__))
+    if not isinstance(outputs, Tensor):
+        part = "[0]" if isinstance(outputs, tuple | list) else ".logits"
+        if isinstance(outputs, Mapping):
+            named = cast(Mapping[Any, Any], outputs)
+            part = f'["{"logits" if "logits" in named else next(iter(named), "logits")}"]'
+        found = f"the model returned a {type(outputs).__name__}, and the loss needs one tensor"
+        hint = f"forward=lambda model, x: model(x){part}), or model(**x){part} if the inputs are a mapping"
+    elif not isinstance(targets, Tensor):
+        return
+    elif not targets.is_floating_point() and name.lower().startswith(("bce", "binary", "huber")):
+        found = f"the targets are {targets.dtype}, and the loss needs floating ones"
+        hint = "prepare=lambda batch: (batch[0], batch[1].float()))"
+    elif targets.is_floating_point() and targets.dim() < outputs.dim() and _is_over_classes(criterion):
+        found = f"the targets are {targets.dtype}, and class indices are int64"
+        hint = "prepare=lambda batch: (batch[0], batch[1].long()))"
+    else:
+        return
+    raise StepContractError(found, where=name, hint=f"ps.supervised(..., {hint}")
+
+
 def _weight(
     criterion: Any, class_weight: Tensor | None, outputs: Any, targets: Any, inputs: Any, mean: Tensor
 ) -> Tensor:
@@ -237,7 +266,7 @@ def _weight(
             class_weight = _setting(criterion, "weight", None)
         ignored = _setting(criterion, "ignore_index", None)
         return _counted_targets(targets, -100 if ignored is None else ignored, class_weight)
-    is_over_elements = _is_elementwise(criterion) and reduction == "mean"
+    is_over_elements = _is_elementwise(criterion) and reduction != "batchmean"
     size = outputs.numel() if is_over_elements else leading(targets, inputs)
     return torch.full((), size, dtype=torch.float32, device=mean.device)
 
