@@ -17,7 +17,10 @@ Cell = float | int | None
 
 
 class LoopState(NamedTuple):
-    """The position of a run, and all that its decisions depend on. A snapshot stores every field but those in `_NOT_STORED`."""
+    """The position of a run, and all that its decisions depend on.
+
+    A snapshot stores every field but those in `_NOT_STORED`.
+    """
 
     epoch: int = 0  # completed epochs
     batch: int = 0  # batches consumed in the running epoch, without prefetched ones
