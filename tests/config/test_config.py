@@ -522,6 +522,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"strategy": "fast"}, r"strategy='fast' is unknown"),
     ({"devices": 0}, r"devices=0 names no device"),
     ({"devices": []}, r"devices=\[\] names no device"),
+    ({"devices": "none"}, r"devices='none' names no device"),
     ({"devices": "two"}, r"devices='two' names no device"),
     ({"accelerator": "cpu", "devices": [1]}, r"devices=\[1\]: a CPU has no index"),
     ({"precision": "8"}, r"precision='8' is unknown \(cure: \"64-true\""),
