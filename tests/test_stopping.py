@@ -116,6 +116,13 @@ def test_the_best_is_the_first_smallest_finite_value(values: list[float]):
     assert run(values)[-1][:2] == expected
 
 
+def test_a_record_holds_plain_numbers_of_a_tensor():
+    value: Any = torch.tensor(0.5)
+    record = Record().after(value, epoch=1, mode="min")
+    plateau = stopping.PlateauRecord().after(value, rule=Plateau(), mode="min")
+    assert [type(each) for each in (record.best, record.reference, plateau.best)] == [float] * 3
+
+
 def test_observing_leaves_the_record_as_it_was():
     record = run([1.0])[-1]
     before = tuple(record)

@@ -110,6 +110,7 @@ class Record(NamedTuple):
         Raises:
             ConfigError: ``start_ratio`` is set and the number of epochs is unknown.
         """
+        value = None if value is None else float(value)
         is_best = _is_better(value, self.best, mode=mode)
         start = rule.start(total_epochs) if rule else 1
         is_improvement = _is_better(value, self.reference, mode=mode, min_delta=rule.min_delta if rule else 0.0)
@@ -213,6 +214,7 @@ class PlateauRecord(NamedTuple):
             rule: the plateau rule.
             mode: "min" if small values are good, "max" if large values are.
         """
+        value = None if value is None else float(value)
         is_best = _is_better(value, _limit(self.best, rule, mode), mode=mode)
         bad_epochs = 0 if is_best or self.cooldown > 0 else self.bad_epochs + 1
         is_reduced = bad_epochs > rule.patience

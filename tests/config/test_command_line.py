@@ -118,6 +118,80 @@ def test_a_field_without_a_default_may_come_from_either(tmp_path: Path) -> None:
     assert ps.config.cli(Strict, [*toml(tmp_path, 'data = "b"'), "--rate", "2"]) == Strict(Path("b"), 2.0)
 
 
+@dataclass(frozen=True)
+class Needy:
+    data: str  # must be given
+    fit: ps.FitConfig = ps.FitConfig(epochs=3, monitor="val_f1", mode="max", early_stopping=5)  # noqa: RUF009
+    model: Model = Model(width=64)
+
+
+@needs_tyro
+def test_a_table_of_the_file_keeps_the_default_of_its_group_where_another_field_has_none(tmp_path: Path) -> None:
+    file = toml(tmp_path, 'data = "a"\n[fit]\nepochs = 5\n[model]\nsizes = [4]\n')
+    fit = ps.FitConfig(epochs=5, monitor="val_f1", mode="max", early_stopping=5)
+    assert ps.config.cli(Needy, file) == Needy("a", fit, Model(width=64, sizes=(4,)))
+    assert ps.config.cli(Needy, [*file, "--model.norm", "batch"]).model == Model(64, (4,), "batch")
+
+
+@dataclass
+class Derived:
+    batch: int = 32
+    rate: float | None = None  # 1e-3 for 32
+    twice: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self.twice = 2 * self.batch
+        self.rate = 1e-3 * self.batch / 32 if self.rate is None else self.rate
+
+
+@dataclass
+class Outer(Derived):
+    group: Derived = field(default_factory=Derived)
+    other: Derived | None = None
+
+
+@needs_tyro
+@pytest.mark.parametrize(
+    ("text", "options", "batch"),
+    [
+        ("", [], 32),
+        ("batch = 64\ngroup = {batch = 64}", [], 64),
+        ("batch = 64\ngroup = {batch = 64}", ["--batch", "128", "--group.batch", "128"], 128),
+        ("batch = 64", ["--group.batch", "64"], 64),
+        (None, ["--batch", "128", "--group.batch", "128"], 128),
+    ],
+)
+def test_what_a_class_derives_is_derived_from_the_file_and_the_options(
+    text: str | None, options: list[str], batch: int, tmp_path: Path
+) -> None:
+    file = [] if text is None else toml(tmp_path, text)
+    found = ps.config.cli(Outer, [*file, *options])
+    rate = 1e-3 * batch / 32
+    assert (found.batch, found.rate, found.twice) == (batch, rate, 2 * batch)
+    assert found.group == Derived(batch, rate)
+    assert ps.config.cli(Outer, [*file, *options, "other:derived"]).other == Derived()
+    assert ps.config.cli(Outer, [*toml(tmp_path, "rate = 0.5"), "--batch", "64"]).rate == 0.5
+
+
+@dataclass(frozen=True)
+class Wide(Model):
+    depth: int = 1
+
+
+@dataclass(frozen=True)
+class Either:
+    model: Model = Wide(width=3)
+    one: Wide | Needy = field(default_factory=lambda: Needy("a"))
+
+
+@needs_tyro
+def test_a_default_may_be_of_a_derived_class_or_one_of_several(tmp_path: Path) -> None:
+    file = toml(tmp_path, "[model]\nsizes = [4]\ndepth = 2\n")
+    assert ps.config.cli(Either, file) == Either(model=Wide(3, (4,), depth=2))
+    found = ps.config.cli(Either, [*file, "one:needy", "--one.model.width", "7"])
+    assert found.one == Needy("a", model=Model(7))
+
+
 @needs_tyro
 def test_a_file_holds_the_fields_without_a_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
@@ -135,7 +209,8 @@ def test_a_file_holds_the_fields_without_a_default(tmp_path: Path, capsys: pytes
         ("[model]\nwidht = 1", r"model\.widht is not a setting; .*model\.width.*cure: model\.width"),
         ("[fit]\nepoch = 1", r"fit: 'epoch' is not a setting of fit; .*cure: epochs"),
         ("[fit]\nlr = 1", r"fit: 'lr' is not a setting of fit .*cure: optim\.adamw\(lr\)"),
-        ('learning_rate = "fast"', r"learning_rate = 'fast': must be"),
+        ('learning_rate = "fast"', r"learning_rate = 'fast': must be a valid number"),
+        ("names = 3", r"names = 3: must be a valid list"),
         ('[model]\nnorm = "group"', r"model\.norm = 'group': must be 'batch' or 'layer'"),
         ("model = 3", r"model = 3 is no table .*cure: \[model\] and its settings below"),
         ("fit = 3", r"fit = 3 is no table"),

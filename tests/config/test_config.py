@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pydantic
 import pytest
 import torch
@@ -72,59 +73,66 @@ def test_one_limit_is_required_and_minus_one_says_that_none_is_wanted():
 
 
 BAD = [
-    ({"epochs": 0}, r"epochs=0: must be at least 1 or -1"),
+    ({"epochs": 0}, r"epochs=0: must be a whole number of at least 1, or -1 for no limit"),
     ({"epochs": 1.0}, r"epochs=1\.0: must be a whole number"),
-    ({"epochs": True}, r"epochs=True: must be a whole number"),
+    ({"epochs": True}, r"epochs=True: must be a whole number of at least 1, or -1"),
     ({"steps": "many"}, r"steps='many': must be a whole number"),
-    ({"epochs": 1, "min_epochs": 0}, r"min_epochs=0: must be at least 1"),
+    ({"epochs": 1, "min_epochs": 0}, r"min_epochs=0: must be a whole number of at least 1, or None"),
     ({"epochs": 2, "min_epochs": 3}, r"min_epochs=3 is more than epochs=2"),
     ({"steps": 2, "min_steps": 3}, r"min_steps=3 is more than steps=2"),
-    ({"max_time": 0}, r"max_time=0: must be greater than 0"),
-    ({"max_time": float("nan")}, r"max_time=nan: must be finite"),
-    ({"max_time": "1:30"}, r"max_time='1:30': must be a number"),
+    ({"max_time": 0}, r"max_time=0: must be seconds > 0"),
+    ({"max_time": float("nan")}, r"max_time=nan: must be seconds > 0"),
+    ({"max_time": "1:30"}, r"max_time='1:30': must be seconds > 0, a timedelta"),
     ({"max_time": {"hour": 1}}, r"max_time=\{'hour': 1\}: must be seconds"),
     ({"epochs": 1, "evaluate_every": 0}, r"evaluate_every=0: must be a number of updates"),
     ({"epochs": 1, "evaluate_every": 1.5}, r"evaluate_every=1\.5: must be a number of updates"),
     ({"epochs": 1, "evaluate_every": {"val": 0.0}}, r"evaluate_every=\{'val': 0\.0\}: must be a number of updates"),
-    ({"epochs": 1, "evaluate_every": {1: 1}}, r"evaluate_every=\{1: 1\}: must be a whole number or a number or text"),
+    ({"epochs": 1, "evaluate_every": {1: 1}}, r"evaluate_every=\{1: 1\}: must have names of loaders as its keys"),
     ({"epochs": 1, "evaluate_on": "raw"}, r"evaluate_on='raw': must be 'params' or 'ema'"),
-    ({"epochs": 1, "monitor": ""}, r"monitor='': must be a name"),
+    ({"epochs": 1, "monitor": ""}, r"monitor='': must be the name of a metric"),
     ({"epochs": 1, "monitor": "val_accuracy"}, r"monitor='val_accuracy' does not say .*mode=\"max\""),
     ({"epochs": 1, "monitor": "x", "mode": "up"}, r"mode='up': must be 'min' or 'max'"),
     ({"epochs": 1, "mode": "max"}, r"mode='max' without a metric"),
     ({"epochs": 1, "early_stopping": 0}, r"early_stopping=0: patience=0 must be an int of at least 1"),
     (
         {"epochs": 1, "early_stopping": {"patience": 1, "delta": 1}},
-        r"has no setting 'delta'; the nearest is 'min_delta': patience, min_delta",
+        r"has no setting 'delta'; the settings are patience.*cure: early_stopping=\{'patience': 1, 'min_delta': 1\}",
     ),
     (
         {"epochs": 1, "early_stopping": {"patience": 3, "mindelta": 2}},
-        r"the nearest is 'min_delta'",
+        r"has no setting 'mindelta'.*cure: early_stopping=\{'patience': 3, 'min_delta': 2\}",
     ),
-    ({"epochs": 1, "early_stopping": {"x": 2}}, r"has no setting 'x': patience.*cure: early_stopping=10"),
+    ({"epochs": 1, "early_stopping": {"x": 2}}, r"has no setting 'x'; the settings.*cure: early_stopping=10"),
     (
         {"epochs": 1, "early_stopping": {"min_delta": 1.0}},
-        r"patience=None must be an int of at least 1",
+        r"early_stopping=\{'min_delta': 1\.0\}: has no patience .*'patience': 10, 'min_delta': 1\.0",
     ),
+    ({"epochs": 1, "early_stopping": {"patients": 3}}, r"cure: early_stopping=\{'patience': 3\}"),
     ({"epochs": 1, "early_stopping": {"patience": 1, "min_delta": -1}}, r"min_delta=-1 must be"),
-    ({"epochs": 1, "log_every": -1}, r"log_every=-1: must be at least 0"),
-    ({"epochs": 1, "resume": 3}, r"resume=3: must be text"),
-    ({"epochs": 1, "resume": torch.ones(2)}, r"resume=tensor\(.*\): must be text"),
-    ({"epochs": 1, "compile": "always"}, r"compile='always': must be 'auto' or True or False or a mapping"),
+    ({"epochs": 1, "log_every": -1}, r"log_every=-1: must be a whole number of at least 0"),
+    ({"epochs": 1, "resume": 3}, r"resume=3: must be \"auto\", the path of a snapshot, or None"),
+    ({"epochs": 1, "resume": torch.ones(2)}, r"resume=tensor\(.*\): must be \"auto\""),
+    ({"epochs": 1, "resume": True}, r"resume=True: must be \"auto\""),
+    ({"epochs": 1, "resume": "a\0"}, r"must be \"auto\""),
+    ({"epochs": 1, "compile": "always"}, r"compile='always': must be \"auto\", True, False or a mapping"),
     ({"epochs": 1, "donate": "all"}, r"donate='all': must be True or False or 'init'"),
     ({"epochs": 1, "device": "gpu"}, r"device='gpu': must be a torch device"),
     ({"epochs": 1, "deterministic": "loud"}, r"deterministic='loud': must be True or False or 'warn'"),
-    ({"epochs": 1, "tf32": 1}, r"tf32=1: must be True or False"),
+    ({"epochs": 1, "tf32": 1}, r"tf32=1: must be True, False or None"),
     ({"epochs": 1, "detect_anomaly": 1}, r"detect_anomaly=1: must be True or False"),
     ({"epochs": 1, "detect_anomaly": True, "compile": True}, r"detect_anomaly works only in eager mode"),
-    ({"fast_dev_run": -1}, r"fast_dev_run=-1: must be at least 0"),
+    ({"fast_dev_run": -1}, r"fast_dev_run=-1: must be a whole number of at least 0"),
     ({"epochs": 1, "overfit_batches": 1.5}, r"overfit_batches=1\.5: must be a number of batches"),
     ({"epochs": 1, "overfit_batches": 1, "limit_batches": 1}, r"overfit_batches already sets the batches"),
     ({"epochs": 1, "limit_batches": 0}, r"limit_batches=0: must be a number of batches \(an int of at least 1\)"),
     ({"epochs": 1, "limit_batches": 2.0}, r"limit_batches=2\.0: must be a number of batches"),
     ({"epochs": 1, "limit_batches": {"train": 0}}, r"limit_batches leaves no batch to train on"),
     ({"epochs": 1, "record": True}, r"record=True: must be a whole number"),
-    ({"epochs": 1, "check_every": -1}, r"check_every=-1: must be at least 0"),
+    ({"epochs": 1, "check_every": -1}, r"check_every=-1: must be a whole number of at least 0"),
+    ({"epochs": 2**63}, r"epochs=9223372036854775808: must be a whole number of at least 1, or -1 for no limit \(cure"),
+    ({"epochs": 1, "device": 2**63}, r"device=9223372036854775808: must be a torch device"),
+    ({"epochs": 1, "max_time": {"days": 1e12}}, r"max_time=\{'days': 1000000000000.0\}: must be seconds > 0"),
+    ({"epochs": 1, "compile": {1: 2}}, r"compile=\{1: 2\}: must be \"auto\", True, False or a mapping"),
     ({"epochs": 1, "progress": "bar"}, r"progress='bar': must be True or False"),
 ]
 
@@ -136,6 +144,32 @@ def test_a_bad_value_is_an_error_that_names_the_field_the_value_and_the_cure(fie
     assert caught.value.where == "fit" or caught.value.hint
     assert caught.value.hint
     assert "pydantic" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [True, [], (1,), (13, 10), (10, 13, "d", "e"), (10, 13, ""), (1.0, 2), "a", {}])
+def test_a_window_of_the_profiler_is_two_updates_and_a_directory(value: Any):
+    with pytest.raises(ConfigError, match=r": must be the first update and .* such as \(10, 13\), and may name a dir"):
+        FitConfig(epochs=1, profile=value)
+
+
+NO_NUMBERS = [np.int64(1), np.int64(100), np.True_, np.float32(0.5), torch.tensor(1), torch.tensor(0.5), True]
+
+
+@pytest.mark.parametrize("value", NO_NUMBERS, ids=repr)
+@pytest.mark.parametrize("name", ["evaluate_every", "limit_batches", "overfit_batches", "max_time"])
+def test_a_number_of_another_library_does_not_become_a_share(name: str, value: Any):
+    with pytest.raises(ConfigError, match=rf"{name}=.*: must be "):
+        FitConfig(**{"epochs": 1, name: value})
+    lightning = {"evaluate_every": "val_check_interval", "limit_batches": "limit_train_batches"}.get(name, name)
+    with pytest.raises(ConfigError, match=rf"{lightning}=.*: must be "):
+        from_lightning({"max_epochs": 1, lightning: value})
+
+
+@pytest.mark.parametrize("name", ["evaluate_every", "limit_batches", "overfit_batches"])
+def test_a_count_above_all_counts_does_not_become_a_share(name: str):
+    with pytest.raises(ConfigError, match=rf"{name}=9223372036854775808: must be a number of"):
+        FitConfig(**{"epochs": 1, name: 2**63})
+    assert getattr(FitConfig(**{"epochs": 1, name: 2**63 - 1}), name) == 2**63 - 1
 
 
 @pytest.mark.parametrize("name", FitConfig.model_fields)
@@ -522,19 +556,20 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"strategy": "fast"}, r"strategy='fast' is unknown"),
     ({"devices": 0}, r"devices=0 names no device"),
     ({"devices": []}, r"devices=\[\] names no device"),
+    ({"devices": "none"}, r"devices='none' names no device"),
     ({"devices": "two"}, r"devices='two' names no device"),
     ({"accelerator": "cpu", "devices": [1]}, r"devices=\[1\]: a CPU has no index"),
     ({"precision": "8"}, r"precision='8' is unknown \(cure: \"64-true\""),
     ({"precision": "transformer-engine"}, r"precision='transformer-engine' is unknown"),
     ({"logger": object()}, r"logger holds a object, which cannot be called"),
     ({"callbacks": [EarlyStoppingOfLightning()]}, r"callbacks holds a EarlyStopping.*cure: fit\(.*early_stopping=10"),
-    ({"fast_dev_run": -1}, r"fast_dev_run=-1: must be at least 0"),
-    ({"max_epochs": 0}, r"max_epochs=0: must be at least 1 or -1"),
+    ({"fast_dev_run": -1}, r"fast_dev_run=-1: must be a whole number of at least 0"),
+    ({"max_epochs": 0}, r"max_epochs=0: must be a whole number of at least 1, or -1 for no limit"),
     ({"max_epochs": 2.5}, r"max_epochs=2\.5: must be a whole number"),
     ({"min_epochs": 5}, r"from_lightning: min_epochs=5 is more than epochs=3"),
-    ({"min_steps": -1}, r"min_steps=-1: must be at least 0"),
-    ({"max_steps": 0}, r"max_steps=0: must be at least 1"),
-    ({"max_time": "soon"}, r"max_time='soon': must be a number"),
+    ({"min_steps": -1}, r"min_steps=-1: must be a whole number of at least 0"),
+    ({"max_steps": 0}, r"max_steps=0: must be a whole number of at least 1"),
+    ({"max_time": "soon"}, r"max_time='soon': must be seconds > 0"),
     ({"limit_train_batches": 2.0}, r"limit_train_batches=2\.0: must be a number of batches"),
     ({"limit_train_batches": 0}, r"limit_batches leaves no batch to train on"),
     ({"limit_val_batches": -1}, r"limit_val_batches=-1: must be a number of batches"),
@@ -555,7 +590,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         r"val_check_interval=10 batches is no whole number of updates.*cure: val_check_interval=8",
     ),
     ({"num_sanity_val_steps": 2}, r"num_sanity_val_steps=2: fit evaluates nothing before training"),
-    ({"log_every_n_steps": -1}, r"log_every_n_steps=-1: must be at least 0"),
+    ({"log_every_n_steps": -1}, r"log_every_n_steps=-1: must be a whole number of at least 0"),
     ({"enable_checkpointing": True}, r"enable_checkpointing=True without default_root_dir"),
     ({"enable_checkpointing": 1}, r"enable_checkpointing=1: must be True or False"),
     (

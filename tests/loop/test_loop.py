@@ -553,7 +553,8 @@ def test_records_go_through_json() -> None:
         history=with_row(with_row({}, {"epoch": 1, "a": 1.0}), {"epoch": 2, "b": float("nan")}),
     )
     stored, history = json.loads(json.dumps([to_store(loop), loop.history], allow_nan=False))
-    found = from_json({**stored, "of a later version": 1}, history)
+    best = {**stored["best"], "of a later version": 1}
+    found = from_json({**stored, "best": best, "of a later version": 1}, history)
     assert repr(found._replace(history=dict(found.history))) == repr(loop)
     assert found.history == {"epoch": [1, 2], "a": [1.0, None], "b": [None, None]}
     del stored["line"]  # as earlier versions wrote it

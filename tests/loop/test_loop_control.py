@@ -21,6 +21,8 @@ from torch import Tensor, nn
 import purestep as ps
 from purestep import events, optim
 from purestep.errors import ConfigError, NonFiniteError, StateError
+from purestep.loop import policy
+from purestep.loop.loop_state import LoopState
 from purestep.loop.signals import Preempted
 from purestep.types import Mean, Program, TrainState
 
@@ -329,6 +331,24 @@ def test_a_metric_whose_direction_is_not_said_is_refused_before_anything_is_trai
     with pytest.raises(ConfigError, match=r"'val_accuracy' does not say whether small or large.*mode=\"max\""):
         fit(mlp().init(), batches(1), mlp(), epochs=1, monitor="val_accuracy", callbacks=[watch])
     assert not taken
+
+
+@pytest.mark.parametrize(
+    ("metric", "nearest"),
+    [
+        ("f1", "val_f1"),
+        ("loss", "val_loss"),
+        ("train_los", "train_loss"),
+        ("train_f1", "val_f1"),
+        ("x", "val_hard_loss"),
+    ],
+)
+def test_the_cure_of_an_unknown_metric_is_a_name_with_it_or_a_similar_one(metric: str, nearest: str) -> None:
+    config = ps.FitConfig(epochs=1, monitor=metric, mode="max")
+    history = {name: [1.0] for name in ("epoch", "step", "train_loss", "lr", "val_hard_loss", "val_loss", "val_f1")}
+    with pytest.raises(ConfigError) as found:
+        policy.monitor(config, ["val"], lambda epoch: 1).check(LoopState(history=history), ["val"])
+    assert found.value.hint == f"monitor={nearest!r}"
 
 
 @pytest.mark.parametrize("loaders", [{"train": batches(1)}, {"train": batches(1), "test": batches(1)}])

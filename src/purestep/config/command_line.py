@@ -9,6 +9,7 @@ import json
 import sys
 import typing
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -77,6 +78,7 @@ def cli(
         default = {} if given.config is None else {"default": _filled(config, None, found, str(given.config), "")}
         registry = tyro.constructors.ConstructorRegistry()
         registry.struct_rule(lambda info: _fit_options(info, tyro))
+        registry.struct_rule(lambda info: _group_options(info, tyro))
         return tyro.cli(config, args=rest, prog=prog, description=text.strip(), registry=registry, **default)
     except ConfigError as error:
         print(f"{prog or sys.argv[0]}: {error}", file=sys.stderr)
@@ -84,11 +86,16 @@ def cli(
 
 
 def _filled(config: type[Any], before: Any, found: Mapping[str, Any], file: str, prefix: str) -> Any:
-    """An instance of a dataclass with the values of a file, and with those of ``before`` (None: the defaults).
+    """A dataclass with the values of a file; the other values are those of ``before``, or the defaults without one.
+
+    ``__init__`` does not run: tyro calls it with the options too, and ``__post_init__`` may derive values from them.
 
     Raises:
         ConfigError: a name is not a field, a value has another type, or a field without a default is missing.
     """
+    has_before = isinstance(before, config)
+    if has_before:
+        config = type(before)
     own = {field.name: field for field in dataclasses.fields(config) if field.init}
     for name in found:
         if name not in own:
@@ -98,21 +105,28 @@ def _filled(config: type[Any], before: Any, found: Mapping[str, Any], file: str,
                 where=file,
                 hint=f"{prefix}{near}" if near else "use one of these",
             )
-    required = [
-        name
-        for name, field in own.items()
-        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-    ]
-    lacking = [prefix + name for name in required if name not in found]
-    if before is None and lacking:
+    types = typing.get_type_hints(config, include_extras=True)
+    made, lacking = object.__new__(config), list[str]()
+    for name, field in own.items():
+        value = getattr(before, name) if has_before else _default(field, types[name], file, f"{prefix}{name}.")
+        if name in found:
+            value = _value(types[name], found[name], value, file, prefix + name)
+        if value is dataclasses.MISSING:
+            lacking.append(prefix + name)
+        object.__setattr__(made, name, value)
+    if lacking:
         what = f"{', '.join(lacking)} has no default and is not in the file"
         raise ConfigError(what, where=file, hint=f"add {lacking[0]} to the file")
-    start = before
-    if start is None and not required:
-        start = config()
-    types = typing.get_type_hints(config, include_extras=True)
-    values = {n: _value(types[n], value, getattr(start, n, None), file, prefix + n) for n, value in found.items()}
-    return config(**values) if start is None else dataclasses.replace(start, **values)
+    return made
+
+
+def _default(field: dataclasses.Field[Any], kind: Any, file: str, prefix: str) -> Any:
+    """The default of a field, ``MISSING`` without one."""
+    if field.default_factory is dataclasses.MISSING:
+        return field.default
+    if field.default_factory is kind and isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        return _filled(kind, None, {}, file, prefix)
+    return field.default_factory()
 
 
 def _value(kind: Any, found: Any, before: Any, file: str, name: str) -> Any:
@@ -120,7 +134,7 @@ def _value(kind: Any, found: Any, before: Any, file: str, name: str) -> Any:
     bare = typing.get_args(kind)[0] if typing.get_origin(kind) is typing.Annotated else kind
     if bare is FitConfig:
         _check_table(found, file, name)
-        known = {} if before is None else {each: getattr(before, each) for each in before.model_fields_set}
+        known = {each: getattr(before, each) for each in before.model_fields_set} if isinstance(before, bare) else {}
         try:
             return FitConfig.from_dict({**known, **found})
         except ConfigError as error:
@@ -139,6 +153,21 @@ def _value(kind: Any, found: Any, before: Any, file: str, name: str) -> Any:
 def _check_table(found: Any, file: str, name: str) -> None:
     if not isinstance(found, Mapping):
         raise ConfigError(f"{name} = {found!r} is no table", where=file, hint=f"[{name}] and its settings below")
+
+
+def _group_options(info: Any, tyro: Any) -> Any:
+    """A group of options for a dataclass with an instance as default, of which only arguments of ``__init__`` count.
+
+    tyro would also copy the fields that ``__post_init__`` computes.
+    """
+    kind, default = info.type, info.default
+    if not (isinstance(kind, type) and dataclasses.is_dataclass(kind) and isinstance(default, kind)):
+        return None
+    arguments = {each.name: getattr(default, each.name) for each in dataclasses.fields(kind) if each.init}
+    spec = tyro.constructors.ConstructorRegistry.get_struct_spec(
+        dataclasses.replace(info, default=SimpleNamespace(**arguments))
+    )
+    return spec if isinstance(spec, tyro.constructors.StructConstructorSpec) else None  # not in a union
 
 
 def _fit_options(info: Any, tyro: Any) -> Any:

@@ -419,7 +419,7 @@ def _count(devices: Any, accelerator: str) -> int:
             raise _no_device(devices) from None
     if number == -1:
         number = 1 if accelerator in ("cpu", "mps") else max(1, torch.cuda.device_count())
-    if number == 0:
+    if not number:  # 0, or None of "none"
         raise _no_device(devices)
     return number
 

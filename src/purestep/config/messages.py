@@ -68,23 +68,6 @@ ALIASES = {
 """Names that other trainers use. Valid in a mapping, an object or a file, but not as a keyword argument of `fit`."""
 
 
-_WORDS = {
-    "int_type": "a whole number",
-    "float_type": "a number",
-    "finite_number": "finite",
-    "bool_type": "True or False",
-    "string_type": "text",
-    "string_too_short": "a name",
-    "dict_type": "a mapping",
-    "none_required": "None",
-    "literal_error": "{expected}",
-    "greater_than": "greater than {gt:g}",
-    "greater_than_equal": "at least {ge}",
-    "less_than_equal": "at most {le}",
-}
-"""What a value must be, by the type of pydantic's error."""
-
-
 def explain(error: ValidationError, fields: Mapping[str, FieldInfo], given: Mapping[str, Any]) -> ConfigError:
     """Combine all errors of pydantic into one `ConfigError`, with the cure of the first field.
 
@@ -106,7 +89,9 @@ def _finding(name: str, details: list[Any], fields: Mapping[str, FieldInfo], giv
     cause = details[0].get("ctx", {}).get("error")
     if not name:  # two fields contradict each other
         return (cause.what, cause.hint) if isinstance(cause, ConfigError) else (str(details[0]["msg"]), "")
-    inner = [each for each in details if len(each["loc"]) > 2]  # of an entry of a mapping or a tuple
+    if isinstance(cause, ConfigError):
+        return f"{name}={given!r}: {cause.what}", cause.hint
+    inner = [each for each in details if len(each["loc"]) > 2]  # of an entry of a mapping
     example = (fields[name].examples or [True])[0]
     return f"{name}={given!r}: {reason(inner or details)}", f"{name}={example!r}"
 
@@ -128,8 +113,16 @@ def reason(details: list[Any]) -> str:
     causes = [str(each["ctx"]["error"]) for each in details if "error" in each.get("ctx", {})]
     if causes:
         return causes[0]
-    words = [str(_WORDS.get(each["type"], each["msg"])).format(**each.get("ctx", {})) for each in details]
-    return f"must be {' or '.join(dict.fromkeys(words))}"
+    texts = [_sentence(each) for each in details]
+    return " or ".join(dict.fromkeys(texts)).replace(" or must be ", " or ")
+
+
+def _sentence(detail: Any) -> str:
+    """The text of an error of pydantic, as the part of a sentence behind the value."""
+    if detail["type"] == "bool_type":
+        return "must be True or False"
+    text = str(detail["msg"]).replace("Input should", "must")
+    return text[:1].lower() + text[1:]
 
 
 def _unknown(name: str, known: tuple[str, ...]) -> tuple[str, str]:

@@ -174,7 +174,9 @@ def from_json(stored: Mapping[str, Any], history: Mapping[str, list[Cell]] | Non
     """Invert `to_store`. Unknown fields of a later version are ignored; missing ones keep their defaults."""
     known = {name: value for name, value in stored.items() if name in LoopState._fields}
     known["history"] = history or {}
-    known["best"] = stopping.Record(**known["best"])
+    known["best"] = stopping.Record(
+        **{name: known["best"][name] for name in stopping.Record._fields if name in known["best"]}
+    )
     known["interval"] = _sums_from_json(known["interval"])
     known["line"] = _sums_from_json(known.get("line", {}))
     known["last"] = {name: float(value) for name, value in known["last"].items()}

@@ -165,8 +165,11 @@ def _metrics(known: Iterable[str]) -> list[str]:
 
 
 def _nearest(metric: str, known: Iterable[str]) -> str:
-    """Return the name with the most similar spelling, else a loss."""
-    return nearest(metric, _metrics(known)) or _likely(known)
+    """Return a name that contains ``metric`` or ends so ("val_f1" for "train_f1"), else a similar one or a loss."""
+    names = sorted(_metrics(known), key=lambda name: (name.startswith("train_"), len(name)))
+    end = metric[max(0, metric.find("_")) :]
+    alike = [*(name for name in names if metric in name), *(name for name in names if name.endswith(end))]
+    return next(iter(alike), nearest(metric, names)) or _likely(known)
 
 
 def _likely(known: Iterable[str]) -> str:
