@@ -144,7 +144,7 @@ class FitConfig(BaseModel):
     `fit`, counted from 0, with the loading of their batches. The trace ``trace_10-12.json.gz`` is for Perfetto or
     ``chrome://tracing``; its numbers count the updates before a resume too. It goes into the directory of the
     snapshots, into that of ``(10, 13, "traces")``, or else into the working directory. A profiler that fails is logged,
-    and the run goes on. Of several processes the first one is recorded."""
+    and the run goes on. The first of several processes is recorded."""
 
     record: fields.AtLeast0 = Field(0, examples=[10])
     """Debugging: keep copies of the last n batches, and states from which their steps can be repeated, at least 0: two
