@@ -33,40 +33,40 @@ class FitConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    epochs: fields.Limit = Field(None, examples=[10])
+    epochs: fields.Limit = Field(default=None, examples=[10])
     """Total epochs, including those before a resume: at least 1. -1: no limit. None: another field limits the run."""
 
-    steps: fields.Limit = Field(None, examples=[1000])
+    steps: fields.Limit = Field(default=None, examples=[1000])
     """Total optimizer updates, including those before a resume: at least 1. -1: no limit."""
 
-    min_epochs: fields.Minimum = Field(None, examples=[1])
+    min_epochs: fields.Minimum = Field(default=None, examples=[1])
     """Early stopping and callbacks cannot end the run before this many epochs: at least 1."""
 
-    min_steps: fields.Minimum = Field(None, examples=[1])
+    min_steps: fields.Minimum = Field(default=None, examples=[1])
     """Early stopping and callbacks cannot end the run before this many updates: at least 1."""
 
-    max_time: fields.Seconds = Field(None, examples=["00:08:00:00"])
+    max_time: fields.Seconds = Field(default=None, examples=["00:08:00:00"])
     """Wall-clock limit in seconds > 0; a resume starts at 0. Also a timedelta, its keywords, or ``"DD:HH:MM:SS"``."""
 
-    evaluate_every: fields.Intervals = Field(None, examples=[1.0])
+    evaluate_every: fields.Intervals = Field(default=None, examples=[1.0])
     """The interval between evaluations. An int is a number of updates, counted over the whole run; a float is a number
     of epochs (0.25: four times an epoch, 1.0: once, 2.0: every other epoch). A mapping sets it for each evaluation
     loader. None: every epoch. The position inside an epoch is computed from the number of batches if that is known,
     else from ``len(loader)``, and if that was wrong, from the batches of the previous epoch."""
 
-    evaluate_on: fields.View = Field(None, examples=["params"])
+    evaluate_on: fields.View = Field(default=None, examples=["params"])
     """The weights to evaluate. None: the EMA if the state has one, else the parameters. After ``"params"`` of a state
     with an EMA, pass ``view="params"`` to ``bind``, `evaluate`, `export_weights` and `load_into` too."""
 
-    monitor: fields.Metric = Field(None, examples=["val_loss"])
+    monitor: fields.Metric = Field(default=None, examples=["val_loss"])
     """The metric that decides which epoch is best, by its name in the history (``"val_loss"``, ``"train_loss"``). None:
     ``"val_loss"`` if there is a loader ``"val"``, else no metric."""
 
-    mode: fields.Direction = Field(None, examples=["max"])
+    mode: fields.Direction = Field(default=None, examples=["max"])
     """Which values of ``monitor`` are better. None: ``"min"`` for a loss, error or perplexity; other metrics need a
     mode."""
 
-    early_stopping: fields.Patience = Field(None, examples=[10])
+    early_stopping: fields.Patience = Field(default=None, examples=[10])
     """An `EarlyStopping`, its fields as a mapping, or its patience: consecutive evaluations without improvement
     (epochs, if each is evaluated once), at least 1. None: off."""
 
@@ -74,10 +74,10 @@ class FitConfig(BaseModel):
     """Return the state of the best row as ``result.state``, as `FitResult.best_state` does, when the run ends well. The
     snapshots keep the last state too, from which a longer run continues."""
 
-    log_every: fields.AtLeast0 = Field(50, examples=[50])
+    log_every: fields.AtLeast0 = Field(default=50, examples=[50])
     """Updates between two lines of the log, at least 0. 0: log only at the end of an epoch."""
 
-    histograms: fields.AtLeast0 = Field(0, examples=[500])
+    histograms: fields.AtLeast0 = Field(default=0, examples=[500])
     """Updates between two histograms of each parameter's weights, gradients and updates, for sinks that plot them
     (``ps.sinks.tensorboard``, ``ps.sinks.wandb``) and callbacks: at least 0. 0: none. A recorded update waits for the
     device, copies the weights, and repeats the forward and backward pass of its batch in eager mode, since a step
@@ -85,25 +85,25 @@ class FitConfig(BaseModel):
     of several processes then holds the whole weights twice and the whole gradients, also where the state is in pieces,
     and a pass that fails in one of them ends the run."""
 
-    resume: fields.Resume = Field("auto", examples=["auto"])
+    resume: fields.Resume = Field(default="auto", examples=["auto"])
     """``"auto"``: continue from the newest intact snapshot in the run's directory, if there is one. A path: continue
     from this snapshot, or from the run's newest one if the run started from this path and has snapshots. None: start
     from the initial state. Snapshots of another run in the run's directory are moved to an archive."""
 
-    compile: fields.Compile = Field("auto", examples=[True])
+    compile: fields.Compile = Field(default="auto", examples=[True])
     """``"auto"``: compile on CUDA; if a model cannot be captured, warn and run in eager mode. True: compile, or raise
     an error. False: run in eager mode. A mapping: as True, with these options of `compile_step`."""
 
-    donate: fields.Donate = Field(True, examples=[True])
+    donate: fields.Donate = Field(default=True, examples=[True])
     """True: a step of `program`, compiled or not, reuses the memory of the states that the loop created: a callback
     that keeps a state keeps ``ps.clone(event.state)``. ``"init"``: a step also reuses the memory of the initial
     state, which cannot be read afterwards. False: it reuses none."""
 
-    device: fields.Device = Field(None, examples=["cuda"])
+    device: fields.Device = Field(default=None, examples=["cuda"])
     """The torch device to train on (``"cuda:1"``). None: the device of the state, but a state on the CPU is copied to
     the best device (cuda, then mps). ``"cpu"``: the CPU."""
 
-    deterministic: fields.Deterministic = Field(False, examples=[True])
+    deterministic: fields.Deterministic = Field(default=False, examples=[True])
     """Use only deterministic algorithms during the run. An operation without one raises (True) or warns
     (``"warn"``)."""
 
@@ -115,7 +115,7 @@ class FitConfig(BaseModel):
     """Let float32 matrix products and convolutions on CUDA use TensorFloat-32, during the run. None: keep the setting
     of the process."""
 
-    check_every: fields.Checks = Field(0, examples=[100])
+    check_every: fields.Checks = Field(default=0, examples=[100])
     """`fit` checks the first two calls of the step in every run: the step must not write its arguments, draw from a
     global generator, return other bits when it is repeated, change the structure or dtypes of its state, or keep
     tensors alive, and gradients must reach the parameters. Each check takes two or three more calls in eager mode, also
@@ -126,27 +126,27 @@ class FitConfig(BaseModel):
     detect_anomaly: fields.Flag = False
     """Debugging: run in eager mode with autograd's anomaly mode, and name the first leaf that is not finite. Slow."""
 
-    fast_dev_run: fields.DevRun = Field(0, examples=[True])
+    fast_dev_run: fields.DevRun = Field(default=0, examples=[True])
     """Debugging: run this many batches of training and of each evaluation, on a copy of the state, and write no files.
     True: 1. 0: off."""
 
-    overfit_batches: fields.ShareOrNone = Field(0, examples=[10])
+    overfit_batches: fields.ShareOrNone = Field(default=0, examples=[10])
     """Debugging: train and evaluate only on the first batches of ``"train"``, in a fixed order. An int is their number,
     a float their share in (0, 1]. 0: off."""
 
-    limit_batches: fields.Limits = Field(None, examples=[{"train": 0.1, "val": 10}])
+    limit_batches: fields.Limits = Field(default=None, examples=[{"train": 0.1, "val": 10}])
     """Batches of a loader to use in each epoch. An int is their number, a float their share in (0, 1] of the batches if
     their number is known, else of ``len(loader)``. A mapping sets it for each loader; 0 skips an evaluation loader.
     None: all."""
 
-    profile: fields.Profile = Field(None, examples=[(10, 13)])
+    profile: fields.Profile = Field(default=None, examples=[(10, 13)])
     """Record a window of updates with `torch.profiler`: ``(10, 13)`` are the updates 10, 11 and 12 of this call of
     `fit`, counted from 0, with the loading of their batches. The trace ``trace_10-12.json.gz`` is for Perfetto or
     ``chrome://tracing``; its numbers count the updates before a resume too. It goes into the directory of the
     snapshots, into that of ``(10, 13, "traces")``, or else into the working directory. A profiler that fails is logged,
-    and the run goes on. Of several processes the first one is recorded."""
+    and the run goes on. The first of several processes is recorded."""
 
-    record: fields.AtLeast0 = Field(0, examples=[10])
+    record: fields.AtLeast0 = Field(default=0, examples=[10])
     """Debugging: keep copies of the last n batches, and states from which their steps can be repeated, at least 0: two
     copies of the state and up to 2 n - 1 batches, in memory on their devices. They are ``result.recording``; if an
     error ends the run, ``error.recording`` and files in ``recording/`` of the snapshots' directory, for
