@@ -125,7 +125,7 @@ def test_a_failpoint_calls_the_hook_that_is_set(monkeypatch):
     monkeypatch.setattr("purestep.files.failpoints._hook", None)
     files.failpoint("files.write")
     passed: list[str] = []
-    files.set_hook(passed.append)
+    assert files.set_hook(passed.append) is None
     files.failpoint("files.write")
     assert passed == ["files.write"]
 

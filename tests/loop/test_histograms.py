@@ -115,7 +115,7 @@ def test_gradients_that_fail_are_left_out_and_the_run_goes_on(caplog: pytest.Log
         raise torch.OutOfMemoryError("on purpose")
 
     assert program.static is not None
-    broken = program._replace(static=program.static._replace(gradient=no_memory))
+    broken = program._replace(static=program.static._replace(made=program.static.made._replace(gradient=no_memory)))
     with caplog.at_level(logging.WARNING):
         found = fitted(3, program=broken)
     assert [{name.partition("/")[0] for name in event.values} for event in found] == [{"weights", "updates"}] * 2

@@ -1556,7 +1556,7 @@ def test_a_sum_of_errors_is_not_divided_into_parts(objective: Any, parts: str):
     whole = ps.program(tiny_mlp(), objective, optim.sgd(LR)).static
     assert whole is not None
     with pytest.raises(ConfigError, match='reduction="sum", and the program has several processes'):
-        whole.steps(IDENTITY._replace(exchange=object()))  # pyright: ignore[reportArgumentType]  # as `distribute` does
+        whole.made.steps(IDENTITY._replace(exchange=object()))  # pyright: ignore[reportArgumentType]  # as `distribute` does
     chosen = ps.program(tiny_mlp(), objective, optim.sgd(LR))
     for function in (
         ps.per_example,

@@ -92,7 +92,8 @@ def _finding(name: str, details: list[Any], fields: Mapping[str, FieldInfo], giv
     if isinstance(cause, ConfigError):
         return f"{name}={given!r}: {cause.what}", cause.hint
     inner = [each for each in details if len(each["loc"]) > 2]  # of an entry of a mapping
-    example = (fields[name].examples or [True])[0]
+    examples = fields[name].examples or [True]
+    example = examples[-1] if given is False else examples[0]  # the last one switches it off
     return f"{name}={given!r}: {reason(inner or details)}", f"{name}={example!r}"
 
 

@@ -85,7 +85,7 @@ class FitConfig(BaseModel):
     of several processes then holds the whole weights twice and the whole gradients, also where the state is in pieces,
     and a pass that fails in one of them ends the run."""
 
-    resume: fields.Resume = Field(default="auto", examples=["auto"])
+    resume: fields.Resume = Field(default="auto", examples=["auto", None])
     """``"auto"``: continue from the newest intact snapshot in the run's directory, if there is one. A path: continue
     from this snapshot, or from the run's newest one if the run started from this path and has snapshots. None: start
     from the initial state. Snapshots of another run in the run's directory are moved to an archive."""

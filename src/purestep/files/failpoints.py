@@ -7,19 +7,23 @@ from collections.abc import Callable
 _hook: Callable[[str], object] | None = None
 
 
-def set_hook(hook: Callable[[str], object] | None) -> None:
+def set_hook(hook: Callable[[str], object] | None) -> Callable[[str], object] | None:
     """Call this function at every failpoint, with the name of the point; None: no function. Only tests set it.
+
+    Returns:
+        The hook before.
 
     Example:
         >>> passed = []
-        >>> set_hook(passed.append)
+        >>> before = set_hook(passed.append)
         >>> failpoint("files.write")
-        >>> set_hook(None)
+        >>> _ = set_hook(before)
         >>> passed
         ['files.write']
     """
     global _hook
-    _hook = hook
+    before, _hook = _hook, hook
+    return before
 
 
 def failpoint(name: str) -> None:

@@ -76,6 +76,9 @@ def leading(targets: Any, inputs: Any = None) -> int:
 
 def _rows_of_columns(entries: tuple[Any, ...] | list[Any], inputs: Any) -> int | None:
     """Return the common leading dimension of columns; None for entries per example."""
+    if all(isinstance(entry, tuple | list) for entry in entries) and isinstance(inputs, tuple | list):
+        lengths = {len(entry) for entry in entries}
+        return lengths.pop() if lengths == {len(cast("list[Any]", inputs))} else None  # two columns of lists
     if not all(isinstance(entry, Tensor) and entry.dim() for entry in entries):
         return None
     rows = entries[0].shape[0]

@@ -88,7 +88,7 @@ def _on_host(window: _Window, weight: Tensor, verdict: Tensor) -> tuple[TrainSta
             return _refused(window, finite=False)
     rates = rates_of(opt_state if plan is None else plan.state)
     # A schedule may return any value. A plan's other rates are numbers, checked before.
-    if (plan is None or plan.rates) and not all(0 <= rate.item() < math.inf for rate in rates.values()):
+    if (plan is None or plan.rates) and not _in_range(rates):
         return _refused(window, finite=True, rates=rates)
     if plan is not None:
         params, opt_state = _by_kernels(window, plan, ready=None)
@@ -187,6 +187,11 @@ def _on_device(window: _Window, weight: Tensor, verdict: Tensor) -> tuple[TrainS
     }
     norm = torch.where(applied, window.norm.float(), share)
     return new, _update_metrics(state, shown, norm, applied=share), attempted
+
+
+def _in_range(rates: dict[str, Tensor]) -> bool:
+    """As `_usable`, on the host."""
+    return all(0 <= rate.item() < math.inf for rate in rates.values())
 
 
 def _usable(rates: Iterable[Tensor]) -> Tensor | None:
