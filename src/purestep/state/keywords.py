@@ -39,13 +39,17 @@ def known_keywords(factory: Callable[P, R]) -> Callable[P, R]:
         name for name, one in parameters.items() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
     )
     positional = [name for name, one in parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
-    where, checks = factory.__name__, _checks(factory)
+    where = factory.__name__
+    checks: list[tuple[str, Check, bool, str]] | None = None  # found at the first call, which an import does not make
 
     @functools.wraps(factory)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        nonlocal checks
         for name in kwargs:  # Dynamo follows a step that calls a factory: `optim.inject`
             if name not in known:
                 raise _unknown_keyword(where, known, kwargs)
+        if checks is None:
+            checks = _checks(factory)
         if checks:
             given: dict[str, Any] = {**dict(zip(positional, args, strict=False)), **kwargs}
             for name, check, is_optional, cure in checks:
