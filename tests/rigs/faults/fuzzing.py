@@ -8,15 +8,14 @@ within five seconds, without a new file, a child process, or a number drawn from
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
-import os
 import random
 import re
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -226,7 +225,7 @@ def check(place: str, value: str, folder: Path) -> str | None:
     held, here = VALUES[value](), folder / "here"
     here.mkdir()
     before, began = _generators(), time.monotonic()
-    with _inside(here), warnings.catch_warnings(action="ignore"), _quiet():
+    with contextlib.chdir(here), warnings.catch_warnings(action="ignore"), _quiet():
         found = _outcome(lambda: hand_in(held, folder), pattern)
     if found is None and _generators() != before:
         found = "the caller's generators have moved"
@@ -259,17 +258,7 @@ def _generators() -> tuple[Any, ...]:
     return torch.get_rng_state().tolist(), numpys["key"].tolist(), numpys["pos"], random.getstate()
 
 
-@contextmanager
-def _inside(folder: Path) -> Any:
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        yield
-    finally:
-        os.chdir(before)
-
-
-@contextmanager
+@contextlib.contextmanager
 def _quiet() -> Any:
     log = logging.getLogger("purestep")
     level = log.level
