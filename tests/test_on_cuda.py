@@ -1,6 +1,6 @@
-"""What has to be seen on a GPU first, in this order: capture, random numbers in graphs, the scaler, attention dropout.
+"""The first things to see on a GPU, in this order: capture, random numbers in graphs, the scaler, attention dropout.
 
-Where there is none, `rigs/cuda_rehearsal/run.py` runs them on its stand-in, with graphs of aot_eager.
+Without a GPU, `rigs/cuda_rehearsal/run.py` runs them on its stand-in, with graphs of aot_eager.
 """
 
 from __future__ import annotations

@@ -476,7 +476,7 @@ def unasked(modules: Iterable[str]) -> set[str]:
 
 
 def test_an_import_changes_nothing_is_light_and_loads_the_rest_where_it_is_asked_for():
-    """In a process of its own, which then uses one late name after the other."""
+    """In a fresh process, which then uses one late name after the other."""
     uses = {use: f"purestep.{module}" for use, module in USES.items()}
     found = json.loads(printed(IMPORT.replace("{uses}", repr(uses))))
     assert found["same"]

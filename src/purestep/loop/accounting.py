@@ -329,8 +329,8 @@ def _check_rates(call: Call, values: Totals) -> None:
 
 def with_best(row: Mapping[str, Cell], monitor: Monitor, members: int) -> dict[str, Cell]:
     """Add ``val_loss[best]``, the best of ``val_loss[0]``, ``val_loss[1]``, ..., for every metric of a row whose name
-    says if small values are good, and for the monitored one. Of an ensemble of one member, ``val_loss`` is also
-    ``val_loss[0]``.
+    says if small values are good, and for the monitored one. An ensemble of one member has ``val_loss``
+    as ``val_loss[0]`` too.
 
     Args:
         row: of the history.

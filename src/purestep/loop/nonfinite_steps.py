@@ -90,7 +90,7 @@ def check_windows(state: Tree) -> None:
 def _is_spoilt(node: TrainState) -> bool:
     """True if the state would halt at the end of its window, or all members of a stacked state would. With a loss
     scale, the scale falls and the run goes on. A collective, where several processes hold an open window: each has the
-    sums of its own rows, and all must find the same."""
+    sums over its part of the rows, and all must find the same."""
     if many := stacked.size(node):
         return all(_is_spoilt(stacked.member(node, index)) for index in range(many))
     halts = isinstance(node.scaler, Empty) and not isinstance(node.halted, Empty)

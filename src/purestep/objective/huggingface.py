@@ -189,7 +189,7 @@ def _divides(base: Any) -> bool:
 
 
 def _head(base: Any) -> str:
-    """The name of the first class from transformers among the model's bases, else that of its own class."""
+    """The name of the first class from transformers among the model's bases, else that of the model's class."""
     names = [kind.__name__ for kind in type(base).__mro__ if kind.__module__.startswith("transformers.models.")]
     return names[0] if names else type(base).__name__
 

@@ -53,7 +53,7 @@ class Transform(NamedTuple):
             the parameters. ``update`` does not modify its inputs, and keeps structure and dtypes.
         elementwise: True if each number of the update depends only on the same number of the inputs, on scalars, and
             on reductions over all values. ``update`` may then receive flat buffers instead of the named tensors. Where
-            several processes hold pieces of the parameters, a transform of one's own that reduces needs False.
+            several processes hold pieces of the parameters, a user's transform that reduces needs False.
         labels: ``params -> {name: label}``. Parameters with equal labels and dtypes are treated alike and may share a
             buffer.
         decays: ``params -> {name: True if weight decay moves this parameter, None if that is unknown}``; for `summary`.

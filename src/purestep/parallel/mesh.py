@@ -261,7 +261,7 @@ def _environment() -> tuple[int, int] | None:
         return None
     hint = "start with `torchrun --nproc-per-node 2 train.py`"
     if missing:
-        hint += ", which sets all of them; or unset them. Without them, each process would train a model of its own"
+        hint += ", which sets all of them; or unset them. Without them, each process would train another model"
         text = f"the environment has {', '.join(present)}, but not {', '.join(missing)}"
         raise RankError(text, where=_WHERE, hint=hint)
     texts = os.environ["RANK"], os.environ["WORLD_SIZE"]

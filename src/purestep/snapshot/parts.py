@@ -150,7 +150,7 @@ def own(leaves: Mapping[str, Any], spread: Spread) -> dict[str, Tensor]:
 
 
 def _writes(rows: Rows | None, spread: Spread) -> bool:
-    """True if this process stores these rows of its own."""
+    """True if this process stores these rows."""
     if rows is None or not rows.pieces or spread.parts == 1:
         return spread.part == 0
     return spread.part in [piece.part for piece in rows.pieces]

@@ -1,7 +1,7 @@
-"""What a step may cost on CUDA, as assertions: launches, copies, and no wait of the host; and faults that they find.
+"""Budgets of a step on CUDA, as assertions: launches, copies, and no wait of the host; and faults that they find.
 
-``run.py --table`` prints what is counted today. A budget that a change of torch's or of ours goes over is looked at,
-and raised with a reason or kept.
+``run.py --table`` prints today's counts. A change of torch or of purestep that exceeds a budget is examined; the budget
+is raised with a reason, or kept.
 """
 
 from __future__ import annotations
