@@ -524,3 +524,35 @@ def test_a_scheduled_hyperparameter_and_a_value_set_by_a_callback_are_no_other_c
     assert found == [(0.01, False)]
     again = stages(tmp_path / "2", injecting(0.1), injecting(0.1), caplog=caplog)
     assert again[-1] == (0.01, False)
+
+
+@pytest.mark.optimized
+@pytest.mark.compile
+def test_a_compiled_run_with_batches_of_many_sizes_is_resumed(tmp_path: Path) -> None:
+    """Which graph serves a size follows from the sizes that the run has met, not from those of the process. A graph for
+    many sizes rounds otherwise than that of one size."""
+    torch.manual_seed(0)
+    train = [(torch.randn(n, 32), torch.randn(n, 1)) for n in (64, 96, 80, 72, 88, 40)]
+    val = [(torch.randn(n, 32), torch.randn(n, 1)) for n in (64, 96, 80)]
+    net = nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 1))
+    made = ps.program(net, ps.supervised(nn.MSELoss()), optim.adamw(1e-2))
+
+    def go(directory: Path | None, stop: int = 0) -> Any:
+        def stops(event: events.Event) -> None:
+            if isinstance(event, events.StepEnd) and int(event.state.step) == stop:
+                raise KeyboardInterrupt
+
+        return fit(
+            made.init(),
+            {"train": train, "val": val},
+            made,
+            epochs=3,
+            compile=True,
+            snapshots=directory,
+            callbacks=[stops],
+        )
+
+    for stop in (3, 9):
+        with pytest.raises(KeyboardInterrupt):
+            go(tmp_path, stop)
+    same(go(tmp_path), go(None))
