@@ -45,8 +45,8 @@ class Mean(NamedTuple):
         (1.5, True, '1.500')
     """
 
-    total: Tensor  # shape=() or (n,), dtype=float32
-    weight: Tensor  # the same shape, dtype=float32
+    total: Tensor  # shape=() or (n,), dtype=float32; float64 in a program whose loss is float64
+    weight: Tensor  # the same shape and dtype
 
     def compute(self) -> Tensor:
         """``total / weight``, shape=() or (n,); nan where the weight is 0."""
@@ -329,8 +329,8 @@ class Program(NamedTuple):
         init: ``(seed=0, device=None) -> state`` with the module's current weights, on the module's device unless
             ``device`` names another. Load pretrained weights into the module before. ``seed`` sets only the key.
         bind: ``(state, view=None, train=False) -> callable``: the module as a function of its inputs, with the
-            weights of a state; ``view`` is "params" or "ema", by default "ema" if the state has an average and
-            ``train`` is False.
+            weights of a state; ``.call("encode", x)`` of it calls another method. ``view`` is "params" or "ema", by
+            default "ema" if the state has an average and ``train`` is False.
         static: names, masks and ties, for packing and export.
 
     Example:

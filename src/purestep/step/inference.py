@@ -10,11 +10,12 @@ import torch
 from .. import ema as ema_
 from .. import precision as precision_
 from .. import rng, tree
+from ..errors import StepContractError
 from ..model import functional
 from ..state import stacked
 from ..torch_ext import tracing
 from ..types import Batch, Loss, Mean, Metrics, TrainState
-from .loss_checks import check_loss, counted, rows_of
+from .loss_checks import check_loss, counted, like_loss, rows_of
 from .random_draws import drawn
 from .spec import Spec
 
@@ -38,11 +39,20 @@ def eval_step_of(spec: Spec) -> Callable[..., Metrics]:
                 found = spec.objective(bound, precision_.cast(spec.policy, tree.dicts(rows)), *context)
             return counted(check_loss(found, state.step.device, train=False), counts)
 
-        with torch.no_grad():
-            loss = evaluate() if tracing.in_graph() else drawn(evaluate, _number(state, index), state.step.device)
+        try:
+            with torch.no_grad():
+                loss = evaluate() if tracing.in_graph() else drawn(evaluate, _number(state, index), state.step.device)
+        except RuntimeError as error:
+            if "does not require grad" not in str(error):
+                raise
+            raise StepContractError(
+                "the objective differentiates, and an evaluation follows no gradients",
+                where="objective",
+                hint="write `with torch.enable_grad():` around it, and x = x.detach().requires_grad_() inside",
+            ) from error
         weight = torch.where(loss.weight > 0, loss.weight, torch.zeros_like(loss.weight))
-        total = torch.where(loss.weight > 0, loss.mean.float() * weight, torch.zeros_like(weight))
-        return {**tree.detach(loss.metrics), "loss": Mean(total, weight)}
+        total = torch.where(loss.weight > 0, loss.mean * weight, torch.zeros_like(loss.mean))
+        return like_loss({**tree.detach(loss.metrics), "loss": Mean(total, weight)}, loss.mean)
 
     return eval_step
 
@@ -53,11 +63,12 @@ def _number(state: TrainState, index: int) -> int:
     return rng.mix(*seeds, "eval", index)
 
 
-def bind_of(spec: Spec) -> Callable[..., Callable[..., Any]]:
+def bind_of(spec: Spec) -> Callable[..., functional.Inference]:
     """Build a program's ``bind``."""
 
-    def bind(state: TrainState, view: str | None = None, train: bool = False) -> Callable[..., Any]:
-        """Return a plain callable with these weights, in the program's precision.
+    def bind(state: TrainState, view: str | None = None, train: bool = False) -> functional.Inference:
+        """Return the module as a function with these weights, in the program's precision: ``predict(x)`` calls forward,
+        ``predict.call("encode", x)`` another method.
 
         Args:
             state: of this program.
@@ -69,12 +80,12 @@ def bind_of(spec: Spec) -> Callable[..., Callable[..., Any]]:
         stacked.check_single(state, where="bind")
         chosen = ema_.view(state, "params" if train and view is None else view)
 
-        def predict(*args: Any, **kwargs: Any) -> Any:
+        def run(method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             bound = functional.bind(spec.template, chosen.params, chosen.frozen, chosen.buffers, train=train)
             args, kwargs = precision_.cast(spec.policy, (args, kwargs))
             with torch.set_grad_enabled(train), precision_.autocast(spec.policy, chosen.step.device):
-                return bound(*args, **kwargs)
+                return bound.call(method, *args, **kwargs)
 
-        return predict
+        return functional.Inference(run)
 
     return bind
