@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .errors import ConfigError
-from .state import is_count, known_keywords
+from .state import check_count, check_range, known_keywords
 from .types import Empty, Tree
 
 
@@ -86,16 +84,11 @@ def dynamic(
         >>> state.scale.item()
         4.0
     """
-    # Comparisons with nan are False, so nan is refused.
-    factors = growth_factor > 1 and 0 < backoff_factor < 1
-    if not (0 < init_scale < math.inf and factors and is_count(growth_interval, 1) and 0 <= min_scale <= init_scale):
-        raise ConfigError(
-            f"init_scale={init_scale}, growth_factor={growth_factor}, backoff_factor={backoff_factor}, "
-            f"growth_interval={growth_interval}, min_scale={min_scale}",
-            where="scaler",
-            hint="init_scale > 0, growth_factor > 1, 0 < backoff_factor < 1, growth_interval=2000, "
-            "0 <= min_scale <= init_scale",
-        )
+    check_range("scaler", 0, ends="()", cure="65536.0 is the default", init_scale=init_scale)
+    check_range("scaler", 1, ends="()", cure="2.0 is the default", growth_factor=growth_factor)
+    check_range("scaler", 0, 1, ends="()", cure="0.5 is the default", backoff_factor=backoff_factor)
+    check_count("scaler", least=1, cure="2000 is the default", growth_interval=growth_interval)
+    check_range("scaler", 0, init_scale, ends="[]", cure="at most init_scale", min_scale=min_scale)
 
     def init(device: torch.device) -> ScalerState:
         scale = torch.tensor(init_scale, dtype=torch.float32, device=device)

@@ -860,10 +860,10 @@ def test_an_empty_loader_without_a_length_is_no_silent_epoch():
 @pytest.mark.parametrize(
     ("loader", "said"),
     [
-        (None, "a NoneType is no loader"),
-        ("train", "a str is no loader"),
-        ({"x": torch.zeros(2)}, "a dict is no loader"),
-        (torch.zeros(3, 2), "a Tensor is no loader"),
+        (None, "the loader is a NoneType"),
+        ("train", "the loader is a str"),
+        ({"x": torch.zeros(2)}, "the loader is a dict"),
+        (torch.zeros(3, 2), "the loader is a Tensor"),
         (Plain(), r"a dataset returns single items.*cure: pass DataLoader\(plain, batch_size=32, shuffle=True\)"),
     ],
 )
@@ -1056,7 +1056,7 @@ def test_a_position_of_the_same_loader_fits_whatever_the_workers():
 def test_a_start_behind_the_end_is_a_mismatch():
     with pytest.raises(Mismatch, match="7 batches of epoch 2 are done, but the loader has only 5 per epoch"):
         open_feed(DataLoader(Plain(10), 2)).epoch(1, 7)
-    with pytest.raises(ConfigError, match="both must be at least 0"):
+    with pytest.raises(ConfigError, match="must be an int of at least 0"):
         open_feed([1]).epoch(0, -1)
 
 

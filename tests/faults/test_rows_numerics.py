@@ -287,7 +287,7 @@ def of_table(module: nn.Module) -> ps.Program:
 @pytest.mark.parametrize("kind", OTHERS)
 def test_row_42_parameters_that_are_no_floats(kind: str) -> None:
     other, cure = OTHERS[kind]
-    message = rf"^other: is a parameter of dtype torch.{kind}; floating point is needed.*{cure}"
+    message = rf"^other: the parameter has dtype torch.{kind}; floating point is needed.*{cure}"
     refused(StateError, message, lambda: of_table(Table(other)))
 
 

@@ -274,7 +274,7 @@ def test_the_positive_class_can_be_the_other_one():
             r"metrics\.accuracy: option='treshold' is unknown",
         ),  # pyright: ignore[reportCallIssue]  # the point of the test
         (lambda: metrics.recall(LOGITS, TARGETS, k=2), ConfigError, r"metrics\.recall: option='k' is unknown"),  # pyright: ignore[reportCallIssue]  # the point of the test
-        (lambda: metrics.accuracy(LOGITS, TARGETS, k=4), ConfigError, r"metrics\.accuracy: k=4 of 3 classes"),
+        (lambda: metrics.accuracy(LOGITS, TARGETS, k=4), ConfigError, r"metrics\.accuracy: k=4 must be in \[1, 3\]"),
         (lambda: metrics.f1(LOGITS, TARGETS), ConfigError, r"average=\"binary\" with class 1 of 3.*average=\"macro\""),
         (lambda: metrics.f1(LOGITS, TARGETS, average="mean"), ConfigError, r"average='mean'"),  # pyright: ignore[reportArgumentType]  # the point of the test
     ],

@@ -273,7 +273,9 @@ class StatefulFeed(Feed):
         place = self._places.get((epoch, consumed), self._restored or (None if consumed else _Place(None)))
         if place is None:
             raise DataError(
-                f"the state after batch {consumed} of epoch {epoch + 1} is no longer stored", where=self.name
+                f"the state after batch {consumed} of epoch {epoch + 1} is no longer stored",
+                where=self.name,
+                hint="store the position of a recent batch",
             )
         found = {**super().to_store(epoch, consumed), "state": state_json.encode(place.state, where=self.name)}
         return found | {"ended": place.ended, "left": place.left}

@@ -116,7 +116,7 @@ def _opened(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         text = metadata["about"]
         about = json.loads(text)
     except (SafetensorError, KeyError, ValueError, RecursionError) as error:
-        raise Corrupt(f"cannot be read: {error}", where=str(path)) from error
+        raise Corrupt(f"the file cannot be read: {error}", where=str(path)) from error
     if metadata.get("crc32") != str(zlib.crc32(text.encode())):
         raise Corrupt("its metadata are damaged (their digest differs)", where=str(path))
     if about["format"] > FORMAT:

@@ -36,7 +36,7 @@ def columns(history: Mapping[str, Any] | None) -> Columns | None:
         is_exact = int not in kinds or all(type(value) is not int or abs(value) <= 1 << 53 for value in column)
         if not (are_numbers and is_exact) or len(column) != len(next(iter(history.values()))):
             hint = "pass columns of one length, of floats, ints up to 2**53 and None"
-            raise SnapshotError("is no column of numbers", where=f"history/{name}", hint=hint)
+            raise SnapshotError("the column must hold numbers", where=f"history/{name}", hint=hint)
         found[name] = "int" if kinds == {int} else "float"
     return found
 
@@ -56,7 +56,7 @@ def read(folder: Path, columns: Columns) -> dict[str, list[Any]]:
     try:
         values = np.load(path, allow_pickle=False)
     except (OSError, ValueError, MemoryError, EOFError) as error:
-        raise Corrupt(f"cannot be read: {error}"[:300], where=str(path)) from error
+        raise Corrupt(f"the file cannot be read: {error}"[:300], where=str(path)) from error
     if values.dtype != np.float64 or values.ndim != 2 or values.shape[1] != len(columns):
         raise Corrupt(f"{values.dtype} {list(values.shape)} for {len(columns)} columns", where=str(path))
     kinds = [int if kind == "int" else float for kind in columns.values()]

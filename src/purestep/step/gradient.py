@@ -242,7 +242,7 @@ def _micro(spec: Spec, form: Form, state: TrainState, batch: Batch, context: tup
             grads[name] = _own(grads[name], loss.weight)
     write_check.check_sizes(state.buffers, buffers)
     metrics = {name: means.with_sums(mean, *finite_mean(*mean)) for name, mean in loss.metrics.items()}
-    metrics["loss"] = finite_mean(loss.mean.float() * loss.weight, loss.weight)
+    metrics["loss"] = finite_mean(loss.mean * loss.weight, loss.weight)
     for name, value in values.items():
         if name in metrics:
             raise StepContractError(
