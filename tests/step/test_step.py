@@ -835,8 +835,11 @@ class TestSplittingABatch:
         [
             ((torch.ones(4, 4), torch.ones(5)), r"4 rows in 0 and 5 rows in 1; 3 micro-batches need.*context"),
             ((torch.ones(4, 4), {"a": np.ones(2)}), r"4 rows in 0 and 2 rows in 1/a; 3 micro-batches"),
-            ((torch.ones(2, 4), torch.ones(2)), r"has 2 rows, too few for 3 micro-batches .cure: set drop_last=True"),
-            ((), r"holds no tensor to split into 3 micro-batches \(cure: set microbatches=1"),
+            (
+                (torch.ones(2, 4), torch.ones(2)),
+                r"the batch has 2 rows, too few for 3 micro-batches .cure: set drop_last=True",
+            ),
+            ((), r"the batch holds no tensor to split into 3 micro-batches \(cure: set microbatches=1"),
         ],
     )
     def test_what_cannot_be_split_is_an_error(self, batch: Any, found: str):
@@ -1641,8 +1644,9 @@ def test_a_bound_model_calls_other_methods_and_submodules() -> None:
         predict = chosen.bind(state, view=view)
         assert torch.equal(predict.call("value", x, scale=2.0), twin.value(x, scale=2.0))
         assert torch.equal(predict.call("body", x), twin.body(x))
-    assert chosen.bind(state, train=True).call("value", x).requires_grad
-    assert not chosen.bind(state).call("value", x).requires_grad
+    followed = state._replace(params={name: weight.clone().requires_grad_() for name, weight in state.params.items()})
+    assert chosen.bind(followed, train=True).call("value", x).requires_grad
+    assert not chosen.bind(followed).call("value", x).requires_grad
 
 
 def test_a_module_without_forward_is_said_with_its_cure() -> None:
