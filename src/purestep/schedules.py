@@ -68,7 +68,7 @@ def constant(value: float) -> Schedule:
 
 @known_keywords
 def linear(init_value: float, end_value: float, *, transition_steps: int) -> Schedule:
-    r""":math:`a + (b - a) \, t / T`: a straight line. torch's `LinearLR` with ``total_iters=transition_steps``.
+    r"""A straight line from a to b, :math:`a + (b - a) \, t / T`. torch's `LinearLR`: T is its total_iters.
 
     Args:
         init_value: a, finite.
@@ -89,7 +89,7 @@ def linear(init_value: float, end_value: float, *, transition_steps: int) -> Sch
 
 @known_keywords
 def polynomial(init_value: float, end_value: float, *, transition_steps: int, power: float = 1.0) -> Schedule:
-    r""":math:`b + (a - b) (1 - t / T)^p`. torch's `PolynomialLR` has b = 0.
+    r"""A power of the remaining share, :math:`b + (a - b) (1 - t / T)^p`. torch's `PolynomialLR` has b = 0.
 
     Args:
         init_value: a, finite.
@@ -114,7 +114,7 @@ def polynomial(init_value: float, end_value: float, *, transition_steps: int, po
 
 @known_keywords
 def cosine(init_value: float, decay_steps: int, *, end_value: float = 0.0) -> Schedule:
-    r""":math:`b + (a - b) (1 + \cos(\pi t / T)) / 2`: half a wave.
+    r"""Half a cosine from a to b, :math:`b + (a - b) (1 + \cos(\pi t / T)) / 2`.
 
     torch's `CosineAnnealingLR` is equal up to ``T_max=decay_steps`` and rises afterwards; this one stays at b.
 
@@ -189,7 +189,7 @@ def exponential(
     staircase: bool = False,
     end_value: float | None = None,
 ) -> Schedule:
-    r""":math:`a \, \gamma^{t / T}`. torch's `ExponentialLR` has T = 1.
+    r"""Exponential decay, :math:`a \, \gamma^{t / T}`. torch's `ExponentialLR` has T = 1.
 
     Args:
         init_value: a, finite.
@@ -322,7 +322,7 @@ def warmup_stable_decay(
 
 @known_keywords
 def step(init_value: float, step_size: int, *, gamma: float = 0.1) -> Schedule:
-    r""":math:`a \, \gamma^{\lfloor t / n \rfloor}`. torch's `StepLR`.
+    r"""A factor every n updates, :math:`a \, \gamma^{\lfloor t / n \rfloor}`. torch's `StepLR`.
 
     Args:
         init_value: a, finite.
@@ -344,7 +344,7 @@ def step(init_value: float, step_size: int, *, gamma: float = 0.1) -> Schedule:
 
 @known_keywords
 def multistep(init_value: float, milestones: Iterable[int], *, gamma: float = 0.1) -> Schedule:
-    r""":math:`a \, \gamma^{n}`, n the number of milestones reached. torch's `MultiStepLR`.
+    r"""A factor at each milestone, :math:`a \, \gamma^{n}` after n of them. torch's `MultiStepLR`.
 
     Args:
         init_value: a, finite.
