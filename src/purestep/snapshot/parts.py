@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from ..parallel import collectives, placement
 from ..parallel import mesh as meshes
 from ..types import TrainState, Tree
 from .manifest import Leaf, Piece, describe
+from .staging import Kind
 
 _SHORTEST, _LONGEST = 0.002, 0.05  # seconds between two looks at a report
 
@@ -109,13 +110,9 @@ def _is_in_pieces(node: Any) -> bool:
     return _is_state(node) and isinstance(node.placement, placement.Placement)
 
 
-def described(leaves: Iterable[tuple[str, Any]], spread: Spread) -> dict[str, Leaf]:
-    """`manifest.describe`, with the shapes and pieces of whole tensors.
-
-    Raises:
-        StateError: a leaf cannot be stored.
-    """
-    records = describe(leaves)
+def described(kinds: Mapping[str, Kind], spread: Spread) -> dict[str, Leaf]:
+    """`manifest.describe`, with the shapes and pieces of whole tensors."""
+    records = describe(kinds)
     for path, rows in spread.cuts.items():
         whole = records[path]._replace(shape=rows.shape)
         is_cut = whole.is_stored and spread.parts > 1
@@ -141,11 +138,12 @@ def to_store(leaves: dict[str, Any], spread: Spread) -> dict[str, Any]:
 
 def own(leaves: Mapping[str, Any], spread: Spread) -> dict[str, Tensor]:
     """The tensors by path whose values this process stores, as views without padding."""
-    found: dict[str, Tensor] = {}
-    for path, leaf in leaves.items():
-        rows = spread.cuts.get(path)
-        if isinstance(leaf, Tensor) and leaf.numel() and _writes(rows, spread):
-            found[path] = leaf if rows is None else leaf.narrow(0, 0, rows.end - rows.first)
+    found = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, Tensor) and leaf.numel()}
+    if spread.cuts or spread.part != 0:
+        found = {path: leaf for path, leaf in found.items() if _writes(spread.cuts.get(path), spread)}
+    for path in spread.cuts.keys() & found.keys():
+        rows = spread.cuts[path]
+        found[path] = found[path].narrow(0, 0, rows.end - rows.first)
     return found
 
 

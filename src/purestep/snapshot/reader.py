@@ -62,7 +62,7 @@ def read(
     manifest = manifests.read(folder)
     leaves = tree.with_paths(template)
     spread = parts.spread(template)
-    described = parts.described(leaves, spread)
+    described = parts.described(staging.kinds(leaves), spread)
     moved = _views(template, prefixes, manifest)
     rest = None if prefixes is None else {prefix for prefix in prefixes if prefix not in moved}
     chosen, stored = set[str](), set[str]()

@@ -43,8 +43,9 @@ class _Call(NamedTuple):
 class _Plan(NamedTuple):
     """A save that was checked and has not begun."""
 
-    manifest: manifests.Manifest
+    manifest: manifests.Manifest  # without leaves
     leaves: dict[str, Any]  # by path
+    kinds: dict[str, staging.Kind]
     spread: parts.Spread
 
 
@@ -361,7 +362,7 @@ class Snapshots:
         Raises:
             StateError: a leaf cannot be stored.
         """
-        described = parts.described(tree.with_paths(state), parts.spread(state))
+        described = parts.described(staging.kinds(tree.with_paths(state)), parts.spread(state))
         if meshes.here().rank:
             return
         size = sum(leaf.nbytes for leaf in described.values() if leaf.is_stored)
@@ -415,11 +416,11 @@ class Snapshots:
         def check() -> tuple[_Plan, _Call]:
             number = directory.checked_step(self.directory, step)
             paths, leaves = self._paths(state)
-            spread = parts.spread(state)
+            kinds, spread = staging.kinds(zip(paths, leaves, strict=True)), parts.spread(state)
             manifest = manifests.Manifest.model_construct(
                 format=manifests.FORMAT,
                 step=number,
-                leaves=parts.described(zip(paths, leaves, strict=True), spread),
+                leaves={},
                 loop=manifests.as_json(loop, where="loop"),
                 history=history_.columns(history),
                 metrics=manifests.as_metrics(metrics),
@@ -434,11 +435,11 @@ class Snapshots:
                 directory.check_order(self.directory, number, restored=self._restored, overwrite=overwrite)
             if here.rank == 0 and here.size > 1:
                 writer.prepare(writer.staging_path(self.directory, number, token), spread.parts)
-            plan = _Plan(manifest, dict(zip(paths, leaves, strict=True)), spread)
-            return plan, _Call(number, _fingerprint(manifest, spread) if here.size > 1 else 0, token)
+            plan = _Plan(manifest, dict(zip(paths, leaves, strict=True)), kinds, spread)
+            return plan, _Call(number, _fingerprint(kinds, spread) if here.size > 1 else 0, token)
 
         try:
-            (manifest, leaves, spread), calls = _agreed(check)
+            (manifest, leaves, kinds, spread), calls = _agreed(check)
             _compare(calls, where=str(self.directory))
         except Exception as error:
             self._clear(token)
@@ -463,6 +464,7 @@ class Snapshots:
         job = writer.Job(
             root=self.directory,
             manifest=manifest,
+            kinds=kinds,
             buffers=self._buffers,
             history=None if not history else {name: tuple(column) for name, column in history.items()},
             overwrite=overwrite,
@@ -636,9 +638,9 @@ def _lock_name(rank: int) -> str:
     return f".lock-{rank}" if rank else ".lock"
 
 
-def _fingerprint(manifest: manifests.Manifest, spread: parts.Spread) -> int:
+def _fingerprint(kinds: Mapping[str, staging.Kind], spread: parts.Spread) -> int:
     """A digest of the facts that must be equal in all processes."""
-    leaves = [(path, leaf.dtype, leaf.shape) for path, leaf in manifest.leaves.items()]
+    leaves = [(path, leaf.dtype, leaf.shape) for path, leaf in parts.described(kinds, spread).items()]
     return zlib.crc32(repr((leaves, spread.parts, spread.sums)).encode())
 
 

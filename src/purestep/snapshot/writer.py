@@ -45,7 +45,8 @@ class Job(NamedTuple):
     """The data of one save. It shares no memory with the caller's state."""
 
     root: Path
-    manifest: Manifest  # without files
+    manifest: Manifest  # without leaves, which the thread describes, and files
+    kinds: Mapping[str, staging_.Kind]  # of all leaves
     buffers: staging_.Buffers
     history: Mapping[str, Any] | None
     overwrite: bool
@@ -115,7 +116,8 @@ def run(job: Job) -> None:
         for part in range(1, job.spread.parts):
             files |= {name: File(*file) for name, file in _reported(job, part).items()}
         failpoint("snapshot.manifest")
-        manifests.write(staging, job.manifest.model_copy(update={"files": files}))
+        leaves = parts.described(job.kinds, job.spread)
+        manifests.write(staging, job.manifest.model_copy(update={"leaves": leaves, "files": files}))
         failpoint("snapshot.sync")
         sync_tree(staging)
         failpoint("snapshot.verify")
@@ -199,8 +201,7 @@ def _write_part(job: Job, part: int) -> dict[str, File]:
     folder = parts.folder(job.staging, count, part)
     if count == 1:
         remove_tree(folder)
-    leaves = job.manifest.leaves
-    arrays = {path: (leaves[path].dtype, staging_.array(buffer)) for path, buffer in job.buffers.items()}
+    arrays = {path: (staging_.NAMES[x.dtype], staging_.array(x)) for path, x in job.buffers.items()}
     if arrays:
         try:
             orbax_io.write(folder, arrays, platforms=job.platforms)
