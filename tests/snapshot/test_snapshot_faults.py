@@ -174,16 +174,6 @@ def test_no_memory_for_the_host_copy(tmp_path, monkeypatch):
         snapshots.save(1, small())
 
 
-def test_a_save_without_memory_is_not_repeated_at_once(tmp_path, monkeypatch):
-    monkeypatch.setenv("PURESTEP_FAILPOINT", "snapshot.copy=raise:MemoryError")
-    with Snapshots(tmp_path, every_steps=2, on_save_error="continue") as snapshots:
-        assert snapshots.due(updates=2, epoch=0)
-        snapshots.save(2, small())
-        assert snapshots.failed == 1
-        assert not snapshots.due(updates=3, epoch=0)
-        assert snapshots.due(updates=4, epoch=0)
-
-
 def test_a_step_whose_name_was_not_flushed_is_not_called_unwritten(tmp_path, monkeypatch):
     monkeypatch.setenv("PURESTEP_FAILPOINT", "snapshot.committed=raise:EIO")
     with Snapshots(tmp_path) as snapshots:

@@ -16,9 +16,9 @@ from ..errors import ConfigError, Corrupt, Locked, NotFound, RankError, Snapshot
 from ..files import DirectoryLock, directory_path, failpoint, is_locked
 from ..parallel import mesh as meshes
 from ..parallel import processes
-from ..state import check_choice
+from ..state import check_choice, check_count
 from ..types import Tree
-from . import directory, orbax_io, parts, reader, save_policy, staging, writer
+from . import directory, intervals, orbax_io, parts, reader, staging, writer
 from . import history as history_
 from . import manifest as manifests
 from . import writer as writer_
@@ -113,7 +113,10 @@ class Snapshots:
         on_save_error: str = "raise",
         jax_platforms: str | None = "cpu",
     ) -> None:
-        save_policy.check_policy(keep, keep_best, on_save_error)
+        if keep is not None:
+            check_count("Snapshots", least=1, cure="keep=1, or keep=None for all", keep=keep)
+        check_count("Snapshots", least=0, cure="keep_best=0 for none", keep_best=keep_best)
+        check_choice("Snapshots", ("raise", "continue"), on_save_error=on_save_error)
         self.directory = directory_path("Snapshots", directory).absolute()
         _check_name(self.directory, writer=writer)
         self.keep = keep
@@ -122,7 +125,7 @@ class Snapshots:
         self.waits = 0  # saves that waited for the previous one; more than a few: the interval is too short
         self.failed = 0  # saves, with on_save_error="continue"
         self._continues = on_save_error == "continue"
-        self._every = save_policy.every(every_steps, every_epochs, every_seconds)
+        self._every = intervals.checked(every_steps, every_epochs, every_seconds)
         self._monitor: tuple[str, str] | None = None
         self._is_writer = writer
         self._platforms = jax_platforms
@@ -137,7 +140,7 @@ class Snapshots:
         self._token = ""  # of the last save
         self._closed = False
         self._pid = os.getpid()
-        self._last = self._here = save_policy.Mark(0, 0, time.monotonic())
+        self._last = intervals.Mark(0, 0, time.monotonic())  # `due` counts from it
         if monitor is not None:
             self.track(monitor, mode=mode)
 
@@ -253,15 +256,15 @@ class Snapshots:
 
     # --- due ------------------------------------------------------------------------------------------------------
 
-    def begin(self, *, updates: int, epoch: int, now: float | None = None) -> None:
-        """Set the position at which a run starts or resumes; `due` counts from it. Arguments as in `due`."""
-        self._last = self._here = save_policy.Mark(updates, epoch, time.monotonic() if now is None else now)
+    def count_from(self, *, updates: int, epoch: int, now: float | None = None) -> None:
+        """Let `due` count from here: from the start of a run, or a save. Arguments as in `due`."""
+        self._last = intervals.Mark(updates, epoch, time.monotonic() if now is None else now)
 
     def due(self, *, updates: int, epoch: int, now: float | None = None) -> tuple[str, ...]:
         """The settings that make a snapshot due now: any of ``every_steps``, ``every_epochs``, ``every_seconds``.
 
-        Several at once need one snapshot. The next `save` resets them, whatever caused it. After fewer
-        updates than before, which were refused, a run reaches the same multiples again.
+        Several at once need one snapshot. `fit` calls this, `save` and `count_from`, and so may a loop of your own;
+        `save` itself always saves.
 
         Args:
             updates: optimizer updates so far.
@@ -272,10 +275,12 @@ class Snapshots:
             >>> snapshots = Snapshots("runs/a", every_steps=10)
             >>> snapshots.due(updates=9, epoch=0), snapshots.due(updates=10, epoch=1)
             ((), ('every_steps', 'every_epochs'))
+            >>> snapshots.count_from(updates=10, epoch=1)
+            >>> snapshots.due(updates=11, epoch=1)
+            ()
         """
-        self._here = save_policy.Mark(updates, epoch, time.monotonic() if now is None else now)
-        self._last = save_policy.counted_from(self._last, self._here)
-        return save_policy.due(self._every, self._last, self._here)
+        here = intervals.Mark(updates, epoch, time.monotonic() if now is None else now)
+        return intervals.due(self._every, self._last, here)
 
     def track(self, monitor: str, *, mode: str = "min") -> None:
         """Set the metric that decides which step is best, unless one is set already.
@@ -408,7 +413,6 @@ class Snapshots:
             RankError: the processes save different steps or states.
         """
         self.open()
-        self._last = self._here  # also of a save that fails, which is not due again at the next call
         groups, here = meshes.current(), meshes.here()
         # Another process may not have seen the end of the previous save yet: each save has its own names.
         token = f"{os.getpid()}.{next(self._saves)}" if here.size > 1 else f"{os.getpid()}"
