@@ -74,7 +74,7 @@ class Decisions:
         """True if `max_time` has passed."""
         return self._max_time is not None and time.monotonic() - self._begun >= self._max_time
 
-    def is_due(self, loop: LoopState) -> bool:
+    def is_snapshot_due(self, loop: LoopState) -> bool:
         """True if a snapshot is due."""
         return bool(self._checkpointer.due(loop))
 
@@ -119,7 +119,7 @@ class _Numbers(NamedTuple):
     stop: int  # a callback returned Stop
     failed: int  # the writer has failed
     over: int  # max_time has passed
-    due: int  # a snapshot is due by the clock of the first process
+    snapshot: int  # one is due by the clock of the first process
     place: int  # hash of what must be the same here
     place_negated: int  # the largest is the smallest place, negated
 
@@ -158,9 +158,9 @@ class JointDecisions(Decisions):
     def is_over(self) -> bool:
         return bool(self._joint.over)
 
-    def is_due(self, loop: LoopState) -> bool:
+    def is_snapshot_due(self, loop: LoopState) -> bool:
         names = self._checkpointer.due(loop)
-        by_clock = self._joint.due and not self._checkpointer.is_saved(loop)
+        by_clock = self._joint.snapshot and not self._checkpointer.is_saved(loop)
         return bool(by_clock) or any(name != "every_seconds" for name in names)
 
     def stop(self, loop: LoopState, reason: str) -> LoopState:
@@ -229,7 +229,7 @@ class JointDecisions(Decisions):
             stop=self._stop is not None,
             failed=self._failure is not None,
             over=super().is_over(),
-            due=self.rank == 0 and "every_seconds" in self._checkpointer.due(loop),
+            snapshot=self.rank == 0 and "every_seconds" in self._checkpointer.due(loop),
             place=place,
             place_negated=-place,
         )

@@ -81,7 +81,7 @@ class _Copy(NamedTuple):
     columns: list[Columns]  # one per call
     numbers: Tensor  # shape=(n,), one call after the other
     event: Any  # torch.cuda.Event, or None if the copy is complete
-    due: int  # the call at which it is read
+    read_at: int  # the call
 
 
 class MetricQueue:
@@ -146,7 +146,7 @@ class MetricQueue:
         if wait:
             self.start_copy()
         arrived: list[CallMetrics] = []
-        while self._copies and (wait or self._copies[0].due <= self._calls):
+        while self._copies and (wait or self._copies[0].read_at <= self._calls):
             copy = self._copies.popleft()
             if copy.event is not None:
                 copy.event.synchronize()

@@ -15,7 +15,7 @@ from ..compile import LiveState, is_alive, plain, states
 from ..errors import NotFound
 from ..snapshot import Snapshots
 from ..types import Tree
-from .loop_state import Cell, LoopState, to_store
+from .loop_state import Cell, LoopState, to_json
 
 _log = logging.getLogger("purestep")
 
@@ -67,7 +67,7 @@ class Checkpointer:
             return None
         files.failpoint("loop.snapshot")
         self.begin(loop)  # also for a save that fails, which is not due again at the next call
-        stored = {"record": to_store(loop), "feed": self._feed.to_store(loop.epoch, loop.batch)}
+        stored = {"record": to_json(loop), "feed": self._feed.to_store(loop.epoch, loop.batch)}
         self._saved = loop.calls
         self.snapshots.save(loop.calls, state, loop=stored, metrics=metrics, history=loop.history, overwrite=again)
         return events.Saved(loop.calls, self.snapshots.directory / str(loop.calls))

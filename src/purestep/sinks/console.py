@@ -141,9 +141,9 @@ def _numbers(values: Mapping[str, Any], rate: float, *, prefix: str = "", room: 
     until all fit into ``room``, then the rest from the last."""
     rates = [name for name in values if name.startswith("lr/")] or [name for name in values if name == "lr"]
     losses = [name for name in ("train_loss", "val_loss") if name in values]
-    skipped = {*losses, *rates, "lr", "grad_norm", "scale"}
+    placed = {*losses, *rates, "lr", "grad_norm", "scale"}
     entries = {name for name in values if _ENTRY.fullmatch(name) and name.rpartition("[")[0] in values}
-    other = [name for name in values if name not in skipped and name not in entries]
+    other = [name for name in values if name not in placed and name not in entries]
     other += [name for name in ("grad_norm", "scale") if name in values]
     first, middle = (
         [f"{name.removeprefix(prefix)} {_shown(values[name])}" for name in names] for names in (losses, other)

@@ -121,7 +121,7 @@ def described(kinds: Mapping[str, Kind], spread: Spread) -> dict[str, Leaf]:
 
 
 @torch.no_grad()
-def to_store(leaves: dict[str, Any], spread: Spread) -> dict[str, Any]:
+def completed(leaves: dict[str, Any], spread: Spread) -> dict[str, Any]:
     """The leaves by path, with sums over the processes and all columns of the rows: a collective if there are any. The
     columns of one leaf after another are gathered, and stay on the host."""
     if spread.sums:

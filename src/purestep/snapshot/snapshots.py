@@ -454,7 +454,7 @@ class Snapshots:
         self._token = token
         failure: Exception | None = None
         try:
-            self._copy(manifest.step, parts.to_store(leaves, spread), spread)
+            self._copy(manifest.step, parts.completed(leaves, spread), spread)
             if self._buffers:
                 orbax_io.ready(self._platforms)
         except Exception as error:
@@ -592,14 +592,14 @@ class Snapshots:
                 damaged[step] = error
                 continue
             if newer := {s: error for s, error in damaged.items() if s > step}:
-                self._skip(newer, step)
+                self._pass_over(newer, step)
             return found
         raise directory.nothing_good(self.directory, damaged)
 
-    def _skip(self, damaged: dict[int, Corrupt], used: int) -> None:
+    def _pass_over(self, damaged: dict[int, Corrupt], used: int) -> None:
         if is_writer := self._is_writer and not self._closed:
             self.open()
-        processes.first(lambda: directory.skip_damaged(self.directory, damaged, used, rename=is_writer))
+        processes.first(lambda: directory.pass_over(self.directory, damaged, used, rename=is_writer))
 
 
 def _agreed(
