@@ -103,13 +103,13 @@ class Decisions:
         del state
         return loop
 
-    def watch(self, batches: Iterable[T]) -> Iterator[T]:
+    def training(self, batches: Iterable[T]) -> Iterator[T]:
         """Yield training batches, up to a signal that ends the run."""
-        return self._signals.watch(batches)
+        return self._signals.until_signal(batches)
 
-    def watch_evaluation(self, batches: Iterable[T]) -> Iterator[T]:
+    def evaluation(self, batches: Iterable[T]) -> Iterator[T]:
         """Yield the batches of an evaluation, up to a signal that ends the run."""
-        return self._signals.watch(batches)
+        return self._signals.until_signal(batches)
 
 
 class _Numbers(NamedTuple):
@@ -194,14 +194,14 @@ class JointDecisions(Decisions):
         )
         return loop
 
-    def watch(self, batches: Iterable[T]) -> Iterator[T]:
+    def training(self, batches: Iterable[T]) -> Iterator[T]:
         for batch in batches:
             if self._is_first_batch:
                 self._is_first_batch = False
                 self._check_batch(batch)
             yield batch
 
-    def watch_evaluation(self, batches: Iterable[T]) -> Iterator[T]:
+    def evaluation(self, batches: Iterable[T]) -> Iterator[T]:
         for batch in batches:
             self._exchange()
             if self.leaving:

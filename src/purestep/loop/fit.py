@@ -236,7 +236,7 @@ class _Run:
         """Open the batches of the epoch of `LoopState` that are left."""
         loaded = self.feeds.train.epoch(self.loop.epoch, self.loop.batch)
         device, waited = data.device_of(self.state), self.accounting.waited
-        moved = data.prefetch(self.decisions.watch(loaded), device, name="train", waited=waited)
+        moved = data.prefetch(self.decisions.training(loaded), device, name="train", waited=waited)
         # Both stay open as long as there may be a snapshot: a feed may have to ask its loader for more.
         with closing(loaded), closing(moved) as batches:
             yield batches
@@ -403,7 +403,7 @@ class _Run:
         files.failpoint("loop.evaluate")
         state = ema.to_evaluate(state, self.view)
         watch = self.callbacks.watch(state, name, loop.epoch)
-        loaded = self.decisions.watch_evaluation(self.feeds.evaluation[name].epoch(0))
+        loaded = self.decisions.evaluation(self.feeds.evaluation[name].epoch(0))
         batches = data.prefetch(loaded, data.device_of(state), name=name)
         with self.accounting.paused():
             means = eval_means(state, batches, step, name=name, watch=watch)

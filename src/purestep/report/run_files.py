@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 from .. import snapshot, stopping
 from ..errors import ConfigError, NotFound, SnapshotError
 from ..files import Holder, lock_holder
-from ..snapshot import RunInfo, Summary
+from ..snapshot import RunInfo, StoredStep
 
 Row = Mapping[str, Any]
 _HISTORY = "training_history.json"
@@ -30,7 +30,7 @@ class StoredRun(NamedTuple):
     state: str  # "running", "ended", "interrupted", "failed", "killed" or "unknown"
     how: str  # the state in a sentence
     info: RunInfo | None
-    snapshots: list[Summary]
+    snapshots: list[StoredStep]
     best_step: int | None  # the snapshot of the best row, if it is kept
     monitor: tuple[str, str] | None  # metric and mode
     history: list[Row]  # one row per epoch or evaluation
@@ -41,7 +41,7 @@ class StoredRun(NamedTuple):
     problems: list[str]
 
     @property
-    def newest(self) -> Summary | None:
+    def newest(self) -> StoredStep | None:
         """The newest intact snapshot."""
         return next((found for found in reversed(self.snapshots) if found.problem is None), None)
 
@@ -62,7 +62,7 @@ def read_run(path: Path | str, *, verify: bool = False) -> StoredRun:
         hint = _siblings(directory.parent) or "pass the directory of a run's snapshots"
         raise NotFound(what, where=str(path), hint=hint)
     holder, info = lock_holder(directory), snapshot.read_run_info(directory)
-    found = snapshot.summaries(directory)
+    found = snapshot.stored_steps(directory)
     problems = [summary.problem for summary in found if summary.problem is not None]
     if verify:
         intact = [summary.step for summary in found if summary.problem is None]
@@ -186,7 +186,7 @@ def number_text(value: Any) -> str:
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
-def _history(directory: Path, newest: Summary | None, problems: list[str]) -> list[Row]:
+def _history(directory: Path, newest: StoredStep | None, problems: list[str]) -> list[Row]:
     """The longer one of the history in the newest snapshot and that in ``training_history.json``."""
     stored = _stored_history(directory, newest, problems)
     try:
@@ -199,7 +199,7 @@ def _history(directory: Path, newest: Summary | None, problems: list[str]) -> li
     return max(stored, written or [], key=len)
 
 
-def _stored_history(directory: Path, newest: Summary | None, problems: list[str]) -> list[Row]:
+def _stored_history(directory: Path, newest: StoredStep | None, problems: list[str]) -> list[Row]:
     if newest is None:
         return []
     try:
@@ -273,7 +273,7 @@ def _value(text: str) -> Any:
 # --- best -------------------------------------------------------------------------------------------------------------
 
 
-def _monitor(newest: Summary | None, info: RunInfo | None, history: list[Row]) -> tuple[str, str] | None:
+def _monitor(newest: StoredStep | None, info: RunInfo | None, history: list[Row]) -> tuple[str, str] | None:
     if newest is not None and newest.monitor is not None:
         return newest.monitor
     settings = {} if info is None else info.settings
@@ -294,7 +294,7 @@ def _best(history: list[Row], monitor: tuple[str, str] | None) -> int | None:
     return min(known)[1] if known else None
 
 
-def _best_step(found: list[Summary], monitor: tuple[str, str] | None) -> int | None:
+def _best_step(found: list[StoredStep], monitor: tuple[str, str] | None) -> int | None:
     if monitor is None:
         return None
     at = _best([summary.metrics for summary in found], monitor)

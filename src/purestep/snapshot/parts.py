@@ -31,7 +31,7 @@ from .staging import Kind
 _SHORTEST, _LONGEST = 0.002, 0.05  # seconds between two looks at a report
 
 
-class Rows(NamedTuple):
+class HeldRows(NamedTuple):
     """The rows of a leaf that this process holds: ``[first, end)`` of the first dimension of the whole tensor.
 
     A scalar counts as one row. The piece at rest may have more rows, which are padding, and fewer columns.
@@ -47,7 +47,7 @@ class Rows(NamedTuple):
 class Spread(NamedTuple):
     """How the processes of a mesh hold a tree, and which of its leaves this process writes."""
 
-    cuts: Mapping[str, Rows]  # path -> the rows of this process
+    cuts: Mapping[str, HeldRows]  # path -> the rows of this process
     sums: tuple[str, ...]  # paths of leaves whose sum over the processes is stored
     parts: int  # that are written; a single one as one process writes a snapshot. Process n writes part n
     part: int | None  # that this process writes; None: no part
@@ -61,7 +61,7 @@ def spread(state: Tree) -> Spread:
         RankError: the state is in pieces, and no mesh of as many processes is open.
     """
     mesh = meshes.here()
-    cuts: dict[str, Rows] = {}
+    cuts: dict[str, HeldRows] = {}
     sums: list[str] = []
     for prefix, layout in _layouts(state):
         if layout.paths and (layout.width, layout.tensor) != (mesh.shard, mesh.tensor):
@@ -78,7 +78,7 @@ def spread(state: Tree) -> Spread:
     return Spread(cuts, tuple(sums), count, mesh.rank if mesh.rank < count else None, mesh.batch_rank == 0)
 
 
-def _rows(leaf: placement.Leaf, layout: placement.Layout, mesh: meshes.Mesh) -> Rows:
+def _rows(leaf: placement.Leaf, layout: placement.Layout, mesh: meshes.Mesh) -> HeldRows:
     count, width = layout.tensor, layout.width
     at = mesh.coordinate("tensor")
     pieces: list[Piece] = []
@@ -92,7 +92,7 @@ def _rows(leaf: placement.Leaf, layout: placement.Layout, mesh: meshes.Mesh) -> 
         size = leaf.shape[leaf.tensor] // count
         columns = leaf.tensor, at * size, (at + 1) * size
     first, end = leaf.held(mesh.coordinate("shard"), width, at, count)
-    return Rows(leaf.shape, first, end, columns, tuple(sorted(pieces, key=lambda piece: piece.first)))
+    return HeldRows(leaf.shape, first, end, columns, tuple(sorted(pieces, key=lambda piece: piece.first)))
 
 
 def _layouts(state: Tree) -> list[tuple[str, placement.Layout]]:
@@ -147,7 +147,7 @@ def own(leaves: Mapping[str, Any], spread: Spread) -> dict[str, Tensor]:
     return found
 
 
-def _writes(rows: Rows | None, spread: Spread) -> bool:
+def _writes(rows: HeldRows | None, spread: Spread) -> bool:
     """True if this process stores these rows."""
     if rows is None or not rows.pieces or spread.parts == 1:
         return spread.part == 0
@@ -162,7 +162,7 @@ def folder(root: Path, parts: int, part: int) -> Path:
 # --- reports ----------------------------------------------------------------------------------------------------------
 
 
-class Report:
+class PartReport:
     """The report of a thread to threads of other processes, as a file: pending, then done or failed.
 
     Args:

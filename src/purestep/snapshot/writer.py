@@ -23,7 +23,7 @@ from . import directory, history, orbax_io, parts
 from . import manifest as manifests
 from . import staging as staging_
 from .manifest import File, Manifest
-from .parts import Report, Spread
+from .parts import PartReport, Spread
 
 _log = logging.getLogger("purestep")
 _CLEARINGS = 10
@@ -62,7 +62,7 @@ class Job(NamedTuple):
         """The directory that gets the step's name in the end."""
         return staging_path(self.root, self.manifest.step, self.team.token)
 
-    def report(self, part: int) -> Report:
+    def report(self, part: int) -> PartReport:
         """The report of a part to the first process; of part 0: of the whole step, to the others."""
         return _report(self.staging, part)
 
@@ -72,8 +72,8 @@ def staging_path(root: Path, step: int, token: str) -> Path:
     return root / f".tmp-{step}-{token}"
 
 
-def _report(staging: Path, part: int) -> Report:
-    return Report(Path(f"{staging}.part-{part}" if part else f"{staging}.step"))
+def _report(staging: Path, part: int) -> PartReport:
+    return PartReport(Path(f"{staging}.part-{part}" if part else f"{staging}.step"))
 
 
 def prepare(staging: Path, count: int) -> None:
