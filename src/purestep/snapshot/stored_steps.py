@@ -36,7 +36,7 @@ def stored_steps(root: Path) -> list[StoredStep]:
         []
     """
     found = (_stored_step(root, step) for step in directory.numbered(root))
-    return [summary for summary in found if summary is not None]
+    return [step for step in found if step is not None]
 
 
 def _stored_step(root: Path, step: int) -> StoredStep | None:
