@@ -169,10 +169,7 @@ def main() -> int:
     whole = [count for count in counts if count.run == count.aim]
     if whole:
         PAGE.write_text(updated(PAGE.read_text(), {count.name: row(count, when) for count in whole}))
-    wanted = {
-        name: max(1, round(count.aim * asked.scale)) for name in asked.only for count in counts if count.name == name
-    }
-    is_short = len(counts) < len(asked.only) or any(count.run < wanted[count.name] for count in counts)
+    is_short = len(counts) < len(asked.only) or any(one.run < max(1, round(one.aim * asked.scale)) for one in counts)
     return int(is_short or any(count.failures for count in counts))
 
 
