@@ -166,7 +166,7 @@ def main() -> int:
         print(
             f"{count.name}: {count.run:,} of {count.aim:,} trials, {len(count.failures)} failed, {count.seconds:.0f} s"
         )
-    whole = [count for count in counts if count.run == count.aim]
+    whole = [count for count in counts if count.run == count.aim and asked.scale == 1]
     if whole:
         PAGE.write_text(updated(PAGE.read_text(), {count.name: row(count, when) for count in whole}))
     is_short = len(counts) < len(asked.only) or any(one.run < max(1, round(one.aim * asked.scale)) for one in counts)
