@@ -91,8 +91,7 @@ def open_feeds(loaders: Any, config: FitConfig, program: Program, seed: int, mes
     limits = {name: config.limit(name) for name in named}
     opened = {name: _limited(name, loader, config, seed, mesh) for name, loader in named.items() if limits[name] != 0}
     if config.overfit_batches:
-        count = _share(config.overfit_batches, train)
-        train = data.open_feed(train, first=count, hold=True)
+        train = data.held(train, _share(config.overfit_batches, train))
         opened = dict.fromkeys(opened, train)
     if opened and program.eval_step is None:
         raise ConfigError(
