@@ -787,7 +787,7 @@ def test_rows_are_not_dropped_and_files_are_waited_for(tmp_path: Path):
     slow, file = Slow(), Slow()
     file.writes_files = True  # type: ignore[attr-defined]
     for sink in (slow, file):
-        safe = guarded(sink, capacity=1, patience=0.05)
+        safe = guarded(sink, capacity=100 if sink is file else 1, patience=0.05)
         for event in [start(), *(event for n in range(1, 11) for event in (Saved(n, tmp_path), epoch_end(n)))]:
             safe(event)
         safe.close()
