@@ -126,9 +126,7 @@ def run(job: Job) -> None:
         _retire(job)
         _end(job)
     except Exception as error:
-        failed = _failed(job, error)
-        named = WriteFailed(f"step {step}: {failed.what}", where=failed.where, hint=failed.hint)
-        named.errno = failed.errno
+        named = _failed(job, error, f"step {step}")
         if job.team.size > 1:
             job.report(0).fail(named)  # another failed disk must not keep the others waiting
             _wait_for_others(job)
@@ -136,11 +134,16 @@ def run(job: Job) -> None:
         raise named from error
 
 
-def _failed(job: Job, error: Exception) -> WriteFailed:
+def _failed(job: Job, error: Exception, who: str) -> WriteFailed:
+    """The error of this save, which names a step or a process."""
     if isinstance(error, WriteFailed):
-        return error
-    size = sum(buffer.numel() * buffer.itemsize for buffer in job.buffers.values())
-    return write_failed(job.root / str(job.manifest.step), error, size=size)
+        failed = error
+    else:
+        size = sum(buffer.numel() * buffer.itemsize for buffer in job.buffers.values())
+        failed = write_failed(job.root / str(job.manifest.step), error, size=size)
+    named = WriteFailed(f"{who}: {failed.what}", where=failed.where, hint=failed.hint)
+    named.errno = failed.errno
+    return named
 
 
 def _end(job: Job) -> None:
@@ -184,10 +187,7 @@ def _help(job: Job) -> None:
         except Exception as error:
             with suppress(OSError):
                 remove_tree(parts.folder(job.staging, job.spread.parts, part))
-            failed = _failed(job, error)
-            named = WriteFailed(f"process {team.rank}: {failed.what}", where=failed.where, hint=failed.hint)
-            named.errno = failed.errno
-            report.fail(named)
+            report.fail(_failed(job, error, f"process {team.rank}"))
     # The first process waits for other parts and commits; it has its own limits for both.
     job.report(0).wait(rank=0, alive=lambda: team.is_alive(0), timeout=3 * team.timeout)
 
