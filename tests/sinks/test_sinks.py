@@ -25,7 +25,17 @@ import torch
 import purestep as ps
 from purestep.errors import WriteFailed
 from purestep.events import EpochEnd, EvalEnd, Event, FitEnd, FitStart, Logged, Position, Saved, StepEnd
-from purestep.sinks import ProgressBar, csv, default_sinks, guarded, history_json, jsonl, progress, tensorboard
+from purestep.sinks import (
+    ProgressBar,
+    csv,
+    default_sinks,
+    guarded,
+    history_json,
+    jsonl,
+    progress,
+    row_files,
+    tensorboard,
+)
 
 STATE = torch.zeros(1)
 
@@ -520,6 +530,23 @@ def test_rows_by_step(tmp_path: Path, make: Callable[..., Any], read: Callable[.
     assert float(rows[2]["val_accuracy"]) == 0.5
     assert rows[0].get("val_accuracy") in ("", None)
     assert rows[1]["grad_norm"] in ("inf", None)
+
+
+@FORMATS
+def test_rows_of_a_file_are_read_by_the_sinks_that_write_them(
+    tmp_path: Path, make: Callable[..., Any], read: Callable[..., Any]
+):
+    sink = make(tmp_path / f"metrics.{make.__name__}")
+    for event in [start(), logged(2), logged(4, grad_norm=0.1 + 0.2), epoch_end(1, val_accuracy=1e-7)]:
+        sink(event)
+    text = sink.path.read_text()
+    sink.path.write_text(text + text.splitlines()[-1][:9])  # a row that is being written
+    rows = row_files.stored_rows(sink.path)
+    assert rows is not None
+    assert keys(rows) == [("step", 2), ("step", 4), ("epoch", 4)]
+    assert (rows[0].get("grad_norm"), rows[1]["grad_norm"], rows[2]["val_accuracy"]) == (None, 0.1 + 0.2, 1e-7)
+    sink(dataclasses.replace(start(updates=4, resumed=True), history={"epoch": [1]}))
+    assert sink.path.read_text() == text
 
 
 @FORMATS
