@@ -203,15 +203,14 @@ class Accounting:
         self._refusals += 1
         if self._refusals != _MAX_REFUSALS:
             return
-        place = f"epoch {call.epoch + 1}" + (f", batch {call.batch + 1}" if call.batch >= 0 else "")
         if self._halts:  # it did not halt, so no target had a weight
             text = "no target counts in %d updates in a row, up to %s (a run limited by steps alone has no end then)"
-            _log.warning(text, _MAX_REFUSALS, place)
+            _log.warning(text, _MAX_REFUSALS, call.place)
             return
         error = NonFiniteError(
             f"{_MAX_REFUSALS} updates in a row were refused, so nothing is trained: gradients are not finite, or no "
             "target counts",
-            where=f"up to {place}",
+            where=f"up to {call.place}",
             hint='ps.program(..., nonfinite="raise"), which names what is not finite',
         )
         error.step = call.number + self._before
@@ -244,7 +243,7 @@ class Accounting:
 
     def _place(self, number: int) -> str:
         call = next((call for call, _ in self._held if call.number + self._before == number), None)
-        return "" if call is None else f"epoch {call.epoch + 1}, batch {call.batch + 1}"
+        return "" if call is None else call.place
 
     @contextmanager
     def paused(self) -> Generator[None]:
@@ -321,7 +320,7 @@ def _check_rates(call: Call, values: Totals) -> None:
     for name, rate in _invalid(values).items():
         raise StepContractError(
             f"{name} is {rate:g} at call {call.number}; the state is the one before that call",
-            where=f"schedule, epoch {call.epoch + 1}, batch {call.batch + 1}",
+            where=f"schedule, {call.place}",
             hint="a schedule that stays in [0, inf), past its end too: schedules.warmup_cosine(...)",
         )
 

@@ -85,6 +85,11 @@ class Call(NamedTuple):
     closing: bool  # it closed an accumulation window
     versions: Sequence[int] = ()  # of the batch's leaves after the call, see `purity.versions`
 
+    @property
+    def place(self) -> str:
+        """The place in the data, in messages, which count from 1."""
+        return f"epoch {self.epoch + 1}" + (f", batch {self.batch + 1}" if self.batch >= 0 else "")
+
 
 def _no_state() -> None:
     return None
