@@ -139,10 +139,10 @@ class Accounting:
             if weight and not math.isfinite(total):
                 self._warned = True
                 _log.warning(
-                    "the loss is %g at epoch %d, batch %d, and the step has no TrainState that would halt at it: the "
-                    "run goes on (cure: in the step, keep the old state where the loss is not finite; or a callback "
-                    "that returns ps.Stop)",
-                    *(total / weight, call.epoch + 1, call.batch + 1),
+                    "the loss is %g at %s, and the step has no TrainState that would halt at it: the run goes on "
+                    "(cure: in the step, keep the old state where the loss is not finite; or a callback that returns "
+                    "ps.Stop)",
+                    *(total / weight, call.place),
                 )
                 return
 

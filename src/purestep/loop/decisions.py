@@ -49,10 +49,10 @@ class Decisions:
     rank = 0
     size = 1
 
-    def __init__(self, signals: Signals, checkpointer: Checkpointer, progress: Accounting, config: FitConfig) -> None:
+    def __init__(self, signals: Signals, checkpointer: Checkpointer, accounting: Accounting, config: FitConfig) -> None:
         self._signals = signals
         self._checkpointer = checkpointer
-        self._progress = progress
+        self._accounting = accounting
         self._max_time = config.max_time
         self._begun = time.monotonic()
 
@@ -131,13 +131,13 @@ class JointDecisions(Decisions):
         self,
         signals: Signals,
         checkpointer: Checkpointer,
-        progress: Accounting,
+        accounting: Accounting,
         config: FitConfig,
         *,
         mesh: parallel.Mesh,
         feed: data.Feed,
     ) -> None:
-        super().__init__(signals, checkpointer, progress, config)
+        super().__init__(signals, checkpointer, accounting, config)
         self.rank, self.size = mesh.rank, mesh.size
         self._feed = feed
         self._loop = LoopState()
@@ -248,7 +248,7 @@ class JointDecisions(Decisions):
         spec = data.check_batch(batch, where="train, first batch")
         processes.check_same({"a batch": _text(spec.spec)}, where="train, first batch", hint=_SAME)
         size = tensor_layout.nbytes([leaf for leaf in tree.leaves(tree.dicts(batch)) if isinstance(leaf, Tensor)])
-        self._progress.fix_depth(processes.largest([size])[0])
+        self._accounting.fix_depth(processes.largest([size])[0])
 
 
 def _text(spec: Any) -> str:
@@ -261,14 +261,14 @@ def opened(
     mesh: parallel.Mesh | None,
     signals: Signals,
     checkpointer: Checkpointer,
-    progress: Accounting,
+    accounting: Accounting,
     config: FitConfig,
     feed: data.Feed,
 ) -> Decisions:
     """Return the decisions of a run."""
     if mesh is None:
-        return Decisions(signals, checkpointer, progress, config)
-    return JointDecisions(signals, checkpointer, progress, config, mesh=mesh, feed=feed)
+        return Decisions(signals, checkpointer, accounting, config)
+    return JointDecisions(signals, checkpointer, accounting, config, mesh=mesh, feed=feed)
 
 
 # --- the same in all processes ----------------------------------------------------------------------------------------
