@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from pathlib import Path
 
@@ -24,11 +25,12 @@ def test_every_family_has_a_row() -> None:
     assert [name for name in soak.AIMS if f"| `{name}` |" not in page] == []
 
 
-def test_no_trial_begins_when_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_trial_begins_when_the_time_is_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def trial(number: int, folder: Path) -> str | None:
         return "planted" if number == 1 else None
 
     monkeypatch.setattr(planting, "trial", trial)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # the folder of a trial that fails stays
     found = soak.soak("planting", scale=0.1, shard=0, shards=1, end=time.monotonic() + 60)
     assert (found.run, found.failures) == (5, ["1: planted"])
     assert soak.soak("planting", scale=1, shard=0, shards=2, end=time.monotonic() - 1).run == 0
