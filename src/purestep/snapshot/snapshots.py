@@ -21,9 +21,9 @@ from ..types import Tree
 from . import directory, intervals, orbax_io, parts, reader, staging, writer
 from . import history as history_
 from . import manifest as manifests
-from . import writer as writer_
 from .reader import Snapshot
 from .versions import environment
+from .writer import Background
 
 _log = logging.getLogger("purestep")
 
@@ -130,7 +130,7 @@ class Snapshots:
         self._is_writer = writer
         self._platforms = jax_platforms
         self._lock = DirectoryLock(self.directory)
-        self._background = writer_.Background()
+        self._background = Background()
         self._paths = tree.Paths()
         self._buffers: staging.Buffers = {}  # of the last save; the next one reuses them
         self._restored: int | None = None  # the step that was restored since the last save
