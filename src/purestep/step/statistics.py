@@ -12,6 +12,7 @@ from .. import ema as ema_
 from .. import precision as precision_
 from .. import rng, tree
 from ..model import functional
+from ..torch_ext import hidden
 from ..types import Batch, Empty, Exchange, Params, TrainState
 from .loss_checks import rows_of
 from .random_draws import drawn
@@ -84,8 +85,7 @@ class Statistics:
 
 
 def _layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    kind = nn.modules.batchnorm._BatchNorm  # pyright: ignore[reportPrivateUsage]  # the base class has no public name
-    return [(name, part) for name, part in model.named_modules() if isinstance(part, kind) and part.training]
+    return [(name, part) for name, part in model.named_modules() if hidden.is_batch_norm(part) and part.training]
 
 
 def _buffers(name: str, layer: nn.Module) -> list[str]:

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import tempfile
-from collections import OrderedDict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from ..files import directory_path, replacing, write_failed
 from ..model import OBJECTIVE, copy_with, unwrapped
 from ..parallel import placement, processes
 from ..state import nearest, nearest_names, stacked
+from ..torch_ext import hidden
 from ..types import Params, Program, TrainState
 
 
@@ -39,7 +39,7 @@ def export_weights(
     non-persistent buffers nor tensors of the objective. The result of a module's ``get_extra_state`` is not part of a
     state, so it is missing.
 
-    A ``.pt`` file also contains the versions of the submodules (``state_dict()._metadata``), from which a module
+    A ``.pt`` file also contains the versions of the submodules (as ``state_dict()`` does), from which a module
     recognizes an older format of its weights. A ``.safetensors`` file contains them as JSON under ``"versions"`` in its
     metadata, which ``load_file`` drops: for a module with versions, write a ``.pt`` file or use `load_into`.
 
@@ -91,16 +91,9 @@ def _write(target: Path, program: Program, tensors: Params) -> None:
 
                 save_file(tensors, temporary, metadata={"format": "pt", "versions": json.dumps(versions)})
             else:
-                torch.save(_with_versions(tensors, versions), temporary)
+                torch.save(hidden.state_dict(tensors, versions), temporary)
         except Exception as error:  # both report a full disk with error classes of their own
             raise write_failed(target, error) from error
-
-
-def _with_versions(tensors: Params, versions: dict[str, Any]) -> Params:
-    """Add ``_metadata`` as in a `state_dict`: a module reads the version of its weights before it loads them."""
-    found: Any = OrderedDict(tensors)
-    found._metadata = OrderedDict((name, {"version": version}) for name, version in versions.items())
-    return found
 
 
 def weights(
