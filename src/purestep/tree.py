@@ -304,14 +304,14 @@ def _holds_tensor(node: Any) -> bool:
     return isinstance(node, Tensor)
 
 
-def build(cls: type, children: Mapping[str, Any]) -> Any:
+def _build(cls: type, children: Mapping[str, Any]) -> Any:
     """An object of this class with these children; the inverse of `attributes`.
 
     The constructor of a dataclass is not called, because it may reject or convert its arguments.
 
     Example:
         >>> from types import SimpleNamespace
-        >>> build(SimpleNamespace, {"x": 1})
+        >>> _build(SimpleNamespace, {"x": 1})
         namespace(x=1)
     """
     if cls in _REGISTERED:
@@ -328,7 +328,7 @@ def _register(cls: type, flatten: Callable[[Any], Mapping[str, Any]]) -> None:
         return tuple(found.values()), tuple(found), tuple(found)
 
     def back(names: Any, children: Iterable[Any]) -> Any:
-        return build(cls, dict(zip(names, children, strict=True)))
+        return _build(cls, dict(zip(names, children, strict=True)))
 
     optree.register_pytree_node(cls, flat, back, path_entry_type=optree.GetAttrEntry, namespace=_SPACE)
 

@@ -10,12 +10,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .. import ema as ema_
 from .. import tree
 from ..errors import ConfigError, RankError
 from ..metrics import Gathered
 from ..optim import base, numerics
-from ..state import check_choice, known_keywords
+from ..state import check_choice, known_keywords, views
 from ..types import Batch, Exchange, Form, Labels, Metrics, Params, Program, Share, Static, TrainState, Tree
 from . import batchnorm as batchnorms
 from . import collectives, placement, processes, tensor_parallel
@@ -344,7 +343,7 @@ class _Distributed:
         """The metrics of all processes; see `Program`. Gathered outputs are those of this process's rows, also of a row
         that stands in for an empty share: `evaluate` joins them at its end."""
         metrics: Metrics = self._program.eval_step(
-            placement.weights(ema_.to_evaluate(state)), batch, *context, index=index
+            placement.weights(views.to_evaluate(state)), batch, *context, index=index
         )
         own = {name: value for name, value in metrics.items() if isinstance(value, Gathered)}
         leaves, treedef = tree.flatten({name: value for name, value in metrics.items() if name not in own})
@@ -354,7 +353,7 @@ class _Distributed:
 
     def bind(self, state: TrainState, view: str | None = None, train: bool = False) -> Callable[..., Any]:
         """A callable with the whole weights, gathered now: every process calls it; see `Program`."""
-        chosen = placement.weights(ema_.view(state, "params" if train and view is None else view))
+        chosen = placement.weights(views.view(state, "params" if train and view is None else view))
         return self._program.bind(chosen, train=train)
 
     def gradient(self, state: TrainState, batch: Batch) -> Params:

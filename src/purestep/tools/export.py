@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ema import view as view_of
 from ..errors import ConfigError, Mismatch, StateError, WriteFailed
 from ..files import directory_path, replacing, write_failed
 from ..model import OBJECTIVE, copy_with, unwrapped
 from ..parallel import placement, processes
-from ..state import nearest, nearest_names, stacked
+from ..state import nearest, nearest_names, stacked, views
 from ..torch_ext import hidden
 from ..types import Params, Program, TrainState
 
@@ -78,7 +77,7 @@ def export_weights(
     if target.suffix not in (".safetensors", ".pt", ".pth"):
         raise ConfigError(f"{target.suffix!r} is no format", where=str(path), hint="use the suffix .safetensors or .pt")
     stacked.check_single(state, where="export_weights")
-    shown = placement.weights(view_of(state, view))
+    shown = placement.weights(views.view(state, view))
     processes.first(lambda: _write(target, program, weights(program, shown, only=only)))
 
 
@@ -107,7 +106,7 @@ def weights(
     if static is None:
         hint = "call torch.save with the tensors of your state"
         raise ConfigError("a program without static names cannot be exported", where="program", hint=hint)
-    shown = placement.weights(view_of(state, view))
+    shown = placement.weights(views.view(state, view))
     found = {**shown.params, **shown.frozen}
     found.update({name: value for name, value in shown.buffers.items() if name in static.persistent})
     found.update({alias: found[name] for alias, name in static.ties.items()})
@@ -187,7 +186,7 @@ def _stored(module: nn.Module, state: TrainState, view: str | None, caller: str)
         Mismatch: a name or a shape differs.
     """
     stacked.check_single(state, where=caller)
-    shown = placement.weights(view_of(state, view))
+    shown = placement.weights(views.view(state, view))
     stored = {**shown.params, **shown.frozen, **shown.buffers}
     stored = {name: value for name, value in stored.items() if not name.startswith(OBJECTIVE)}
     lines = _differences(stored, _tensors(module))
