@@ -291,8 +291,8 @@ def bind(
 
 
 def _copied(buffers: Params) -> Params:
-    plain = all(type(buffer) is Tensor and tensor_layout.is_dense(buffer) for buffer in buffers.values())
-    if plain and len(buffers) > 1 and tracing.may_overwrite(buffers.values()):
+    are_dense = all(type(buffer) is Tensor and tensor_layout.is_dense(buffer) for buffer in buffers.values())
+    if are_dense and len(buffers) > 1 and tracing.may_overwrite(buffers.values()):
         return dict(zip(buffers, foreach.clone(list(buffers.values())), strict=True))
     return {name: buffer.clone() for name, buffer in buffers.items()}
 
