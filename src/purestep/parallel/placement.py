@@ -87,8 +87,8 @@ class _NoFields(NamedTuple):
 
 
 class Placement(_NoFields):
-    """A state's sharding as a node without leaves: a class for each sharding. Not an `Empty`, which means that a state is
-    whole."""
+    """A state's sharding as a node without leaves: a class for each sharding. Not an `Empty`, which means a state that
+    is whole."""
 
     __slots__ = ()
     sharding: Sharding

@@ -65,8 +65,8 @@ def spread(state: Tree) -> Spread:
     for prefix, sharding in _shardings(state):
         if sharding.paths and (sharding.width, sharding.tensor) != (mesh.shard, mesh.tensor):
             raise RankError(
-                f"the state is one of {sharding.width * sharding.tensor} pieces, and the open mesh has shard={mesh.shard}, "
-                f"tensor={mesh.tensor}",
+                f"the state is one of {sharding.width * sharding.tensor} pieces, and the open mesh has "
+                f"shard={mesh.shard}, tensor={mesh.tensor}",
                 where=prefix.rstrip("/") or "state",
                 hint="save and restore inside `with ps.parallel.start(...)`, with the mesh of ps.distribute",
             )
