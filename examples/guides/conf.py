@@ -23,7 +23,7 @@ sys.path[:0] = [str(HERE), str(ROOT / "src")]
 import reference  # noqa: E402
 
 project = "purestep"
-author = copyright = "The purestep authors"  # noqa: A001
+author = copyright = "The purestep authors"
 root_doc = "README"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx.ext.napoleon", "sphinx_copybutton"]
 include_patterns = [
@@ -111,9 +111,7 @@ def write_reference(*_: Any) -> None:
             text = _directive(module, name) if same == path else f"The same as [`{same}`]({same}.md).\n"
             (folder / f"{path}.md").write_text(f"# {name}\n\n{text}", "utf-8")
     intro = "# Every public name\n\nWrite `import purestep as ps`, then `ps.fit`, `ps.optim.adamw`, and so on.\n\n"
-    (folder / "index.md").write_text(
-        f"{intro}```{{toctree}}\n:maxdepth: 1\n\n" + "\n".join(names) + "\n```\n", "utf-8"
-    )
+    (folder / "index.md").write_text(f"{intro}```{{toctree}}\n:maxdepth: 1\n\n" + "\n".join(names) + "\n```\n", "utf-8")
 
 
 def _directive(module: str, name: str) -> str:

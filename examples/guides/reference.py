@@ -57,7 +57,7 @@ def _names(module: ModuleType) -> list[str]:
             found.add(node.name)
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             found.add(_target(node))
-    return sorted((name for name in found if name and not name.startswith("_")), key=str.lower)
+    return sorted((name for name in found if name and not name.startswith("_")), key=lambda name: (name.lower(), name))
 
 
 def _target(node: ast.Assign | ast.AnnAssign) -> str:

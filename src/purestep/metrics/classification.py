@@ -16,6 +16,7 @@ from ..state import check_choice
 from ..types import Mean
 
 Average: TypeAlias = Literal["binary", "micro", "macro"]
+"""The mean over classes: of one class, of all rows, or of the classes' own values."""
 
 
 class CountOptions(TypedDict, total=False):
