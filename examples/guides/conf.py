@@ -21,11 +21,13 @@ ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(ROOT / "src")]
 
 import reference  # noqa: E402
+from docutils.nodes import SkipNode  # noqa: E402
+from docutils.utils.math.latex2mathml import tex2mathml  # noqa: E402
 
 project = "purestep"
 author = copyright = "The purestep authors"
 root_doc = "README"
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx.ext.napoleon", "sphinx_copybutton"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 include_patterns = [
     "*.md",
     "benchmarks/README.md",
@@ -42,8 +44,6 @@ source_suffix = {".md": "markdown"}
 myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 4
 default_role = "py:obj"
-autodoc_typehints = "signature"
-autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
 napoleon_numpy_docstring = False
 napoleon_custom_sections = [("Fields", "params_style")]
@@ -53,6 +53,9 @@ python_maximum_signature_line_length = 100
 
 html_theme = "furo"
 html_title = "purestep"
+html_static_path = ["site.css"]
+html_css_files = ["site.css"]
+html_math_renderer = "mathml"
 html_show_sphinx = False
 html_copy_source = False
 html_theme_options = {"navigation_with_keys": True}
@@ -85,6 +88,8 @@ def menu() -> str:
 def read(app: Any, page: str, source: list[str]) -> None:
     """The list of public names is the reference of the site."""
     source[0] = re.sub(r"\((?:\.\./)*src/purestep/README\.md\)", "(/build/reference/index.md)", source[0])
+    if page.startswith(("benchmarks/results/", "tests/")):
+        source[0] = f"---\norphan: true\n---\n{source[0]}"  # linked from a page, and not in the menu
     if page == root_doc:
         source[0] += menu()
 
@@ -125,6 +130,39 @@ def _directive(module: str, name: str) -> str:
     return "```{eval-rst}\n" + "\n".join(lines) + "\n```\n"
 
 
+class _AsWritten(str):
+    """An annotation that a signature shows as the source has it."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def signature(app: Any, what: str, name: str, value: Any, *_: Any) -> tuple[str, str] | None:
+    """Annotations as the source has them: evaluated ones are long, and show checks as addresses."""
+    try:
+        found = inspect.signature(value)
+    except (TypeError, ValueError):
+        return None
+
+    def written(annotation: Any) -> Any:
+        return _AsWritten(annotation) if isinstance(annotation, str) else annotation
+
+    parameters = [one.replace(annotation=written(one.annotation)) for one in found.parameters.values()]
+    parameters = parameters[1:] if parameters and parameters[0].name in ("self", "cls", "_cls") else parameters
+    returned = "" if found.return_annotation is found.empty else str(found.return_annotation)
+    return str(inspect.Signature(parameters)), returned
+
+
+def math(self: Any, node: Any) -> None:
+    """Equations as MathML, which needs neither a network nor a script."""
+    block = node.tagname == "math_block"
+    text = tex2mathml(node.astext(), as_block=block)
+    self.body.append(f"<p>{text}</p>" if block else text)
+    raise SkipNode
+
+
 def setup(app: Any) -> None:
     app.connect("builder-inited", write_reference)
     app.connect("source-read", read)
+    app.connect("autodoc-process-signature", signature)
+    app.add_html_math_renderer("mathml", (math, None), (math, None))
