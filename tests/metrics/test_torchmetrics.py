@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import purestep as ps
 from purestep import metrics
 from purestep.errors import ConfigError, StepContractError
+from purestep.metrics.gathered import Gathered
 
 tm = pytest.importorskip("torchmetrics", reason="torchmetrics is not installed")
 retrieval = pytest.importorskip("torchmetrics.retrieval")
@@ -211,7 +212,7 @@ def test_a_tensor_of_several_metrics_is_copied_once_and_a_loader_may_use_its_mem
             assert found[name] == pytest.approx(float(theirs(module(INPUTS), CLASSES)))
     seen: list[Any] = []
     ps.evaluate(program.init(), parts(CLASSES), program.eval_step, watch=lambda b, m, i: seen.append(m))  # type: ignore[arg-type]
-    assert isinstance(seen[0]["auroc"], metrics.Gathered)
+    assert isinstance(seen[0]["auroc"], Gathered)
 
 
 def test_a_train_step_returns_no_outputs():
@@ -236,13 +237,8 @@ def test_a_bootstrap_leaves_the_callers_random_numbers_alone():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (cl.MulticlassF1Score(3), r'cure: metrics=\{"MulticlassF1Score": MulticlassF1Score\(\.\.\.\)\}'),
-        (metrics.accuracy, r'metrics is a function, not a dict \(cure: metrics=\{"accuracy": accuracy\}'),
-        ([metrics.accuracy, metrics.f1], r'is a list, not a dict \(cure: metrics=\{"accuracy": accuracy, "f1": f1\}'),
-        ([partial(metrics.accuracy, k=5)], r'cure: metrics=\{"accuracy": partial\(accuracy, \.\.\.\)\}'),
-        ([lambda outputs, targets: 0], r'cure: metrics=\{"name": f\}'),
-        (["accuracy"], r'cure: metrics=\{"accuracy": ps\.metrics\.accuracy\}'),
-        ([3], r'cure: metrics=\{"accuracy": ps\.metrics\.accuracy\}'),
+        (cl.MulticlassF1Score(3), r'is a MulticlassF1Score, not a dict \(cure: metrics=\{"accuracy": ps\.metrics\.acc'),
+        (metrics.accuracy, r'metrics is a function, not a dict \(cure: metrics=\{"accuracy": ps\.metrics\.accuracy\}'),
         ({"f1": cl.MulticlassF1Score}, r"metrics/f1: is a MulticlassF1Score.*cure: MulticlassF1Score\(\)"),
         ({"f1": 3}, "metrics/f1: is a int"),
         ([cl.MulticlassF1Score(3)], "metrics is a list"),

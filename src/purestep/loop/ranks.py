@@ -13,7 +13,7 @@ import torch
 from .. import parallel
 from ..compile import states
 from ..errors import RankError
-from ..metrics import Gathered
+from ..metrics.gathered import Gathered
 from ..parallel import mesh as meshes
 from ..parallel import placement, processes
 from ..types import Metrics, Program, Share, Tree

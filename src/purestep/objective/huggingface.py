@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError, StepContractError
-from ..metrics import functions
+from ..metrics.torchmetrics import functions
 from ..state import known_keywords
 from ..torch_ext import tracing
 from ..types import Loss, Metric, Objective

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import PackedSequence
 
 from ..errors import ConfigError, DataError, StepContractError
-from ..metrics import functions
+from ..metrics.torchmetrics import functions
 from ..state import known_keywords
 from ..types import Loss, Metric, Objective
 from .measure import leading, mean_of

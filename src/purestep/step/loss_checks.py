@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import StepContractError
-from ..metrics import Gathered
+from ..metrics.gathered import Gathered
 from ..metrics import mean as means
 from ..torch_ext import is_finite, tracing
 from ..types import Batch, Loss, Mean, Metrics, Share
