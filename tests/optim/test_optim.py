@@ -539,18 +539,17 @@ class CountsInPython(T.Optimizer):
 
 
 class KeepsInGroup(T.Optimizer):
-    """As schedule-free optimizers do."""
+    """A count that all parameters share, as schedule-free optimizers have."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr, "k": 0, "total": 0.0})
+        super().__init__(params, {"lr": lr, "k": 0})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             group["k"] += 1
-            group["total"] += group["lr"] ** 2
             for p in group["params"]:
-                p.add_(p.grad, alpha=-group["lr"] / group["k"] / (1 + group["total"]))
+                p.add_(p.grad, alpha=-group["lr"] / (100 + group["k"]))
 
 
 class Anchored(T.Optimizer):
@@ -571,7 +570,7 @@ class Anchored(T.Optimizer):
 
 
 class CountsLate(T.Optimizer):
-    """A count that is in the group from the first step on, a number that becomes a tensor, lists, an odd key."""
+    """A number that becomes a tensor, an odd key, and no state for a gradient of 0."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -579,20 +578,18 @@ class CountsLate(T.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         group = self.param_groups[0]
-        group["step"] = group.get("step", 0) + 1
         for p in group["params"]:
             if not bool(p.grad.any()):
                 continue
             state = self.state[p]
             if not state:
-                state.update({"rms": 0, "sides": [torch.zeros_like(p)], "m::quantized": torch.zeros_like(p)})
+                state.update({"rms": 0, "m::quantized": torch.zeros_like(p)})
             state["rms"] = 0.5 * state["rms"] + p.grad.square().mean()
-            state["sides"][0].add_(p.grad)
             state["m::quantized"].lerp_(p.grad, 0.5)
-            p.sub_(group["lr"] / group["step"] * (state["sides"][0] + state["m::quantized"]) / (1 + state["rms"]))
+            p.sub_(group["lr"] * state["m::quantized"] / (1 + state["rms"]))
 
 
-THIRD = {"counts": CountsInPython, "group": KeepsInGroup, "anchored": Anchored, "late": CountsLate}
+THIRD = {"counts": CountsInPython, "anchored": Anchored, "late": CountsLate}
 
 
 def torch_error(
@@ -776,10 +773,8 @@ def test_from_torch_states_are_tensors_under_fixed_keys() -> None:
     kept = optim.from_torch(CountsInPython).init(params)
     assert set(kept.slots["tall"]) == {"step:int", "size:float", "started:bool", "nothing"}
     assert kept.slots["tall"]["size:float"].shape == (1,)
-    assert set(optim.from_torch(KeepsInGroup).init(params).group) == {"k:int", "total:float"}
     late = optim.from_torch(CountsLate).init(params)
-    assert set(late.group) == {"step:int"}
-    assert set(late.slots["tall"]) == {"rms:scalar", "sides", "m::quantized"}
+    assert set(late.slots["tall"]) == {"rms:scalar", "m::quantized"}
     assert late.slots["tall"]["rms:scalar"].shape == (1,), "a 0-d float64 leaf would not survive donation"
     assert torch.equal(optim.from_torch(Anchored).init(params).slots["tall"]["anchor"], params["tall"])
 
@@ -918,7 +913,8 @@ class Hides(CountsInPython):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: optim.from_torch(KeepsBesideParameters), "it stores state['k'] on the optimizer itself"),
+        (lambda: optim.from_torch(KeepsBesideParameters), "it keeps state elsewhere than by parameter: state['k']"),
+        (lambda: optim.from_torch(KeepsInGroup), "it keeps state elsewhere than by parameter: param_groups[0]['k']"),
         (lambda: optim.from_torch(Hides), "rebuilt from its state it computes other updates"),
         (lambda: optim.from_torch(T.LBFGS), "from_torch(LBFGS): its step needs a closure"),
         (lambda: optim.from_torch(T.SparseAdam), "from_torch(SparseAdam): it needs sparse gradients"),
@@ -927,8 +923,8 @@ class Hides(CountsInPython):
         (lambda: optim.from_torch(T.Muon), "from_torch(Muon): a step failed: Muon only supports 2D"),
         (lambda: optim.from_torch(NeedsClosure), "a step failed: a closure is needed"),
         (lambda: optim.from_torch(Grows), "its state gained or lost ['second'] after the first step"),
-        (lambda: optim.from_torch(KeepsAList), "its state holds a float: 1.0"),
-        (lambda: optim.from_torch(KeepsOnItself), "it stores calls on the optimizer itself"),
+        (lambda: optim.from_torch(KeepsAList), "its state 'history' of a parameter is a list: [1.0]"),
+        (lambda: optim.from_torch(KeepsOnItself), "it keeps state elsewhere than by parameter: calls"),
     ],
 )
 def test_from_torch_refuses_what_it_cannot_keep(make: Callable[[], Transform], message: str) -> None:
