@@ -42,9 +42,10 @@ ROWS: dict[str, Make] = {  # for parameters of any names; golden/optimizers.json
     "schedule_free_sgd": lambda: optim.schedule_free_sgd(0.1),
     "lookahead": lambda: optim.lookahead(optim.adamw(0.1), sync_period=2),
     "prodigy": lambda: optim.prodigy(estim_lr0=0.1),
+    # Of the other side some eigenvalues are zero: their eigenvectors depend on the processor.
+    "soap": lambda: optim.soap(0.1, precondition_frequency=1, max_precond_dim=2),
 }
 SUMS = frozenset(("prodigy",))  # a sum over all parameters is in the update: flat buffers add in another order
-APART = frozenset(("soap",))  # eigenvectors depend on rounding: it has a file of its own
 
 
 def factories() -> dict[str, Callable[..., Transform]]:

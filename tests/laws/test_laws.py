@@ -81,13 +81,14 @@ OPTIMIZERS: dict[str, Callable[[], Transform]] = {
     "adamw": lambda: optim.adamw(1e-2, weight_decay=0.1, mask=MASK),
     "rmsprop": lambda: optim.rmsprop(1e-2, momentum=0.9, centered=True),
     "schedule_free_adamw": lambda: optim.schedule_free_adamw(1e-2, weight_decay=0.1, mask=MASK),
+    "soap": lambda: optim.soap(1e-2, precondition_frequency=2),
     "sgd nesterov": lambda: optim.sgd(0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
     "adamw scheduled": lambda: optim.adamw(WARMUP_COSINE),
     "partition": lambda: optim.partition(
         {"slow": optim.sgd(0.01), "fast": optim.adam(0.1)}, [("^0", "slow"), ("", "fast")]
     ),
     "inject": lambda: optim.inject(optim.adamw)(learning_rate=1e-2, weight_decay=0.1),
-    "value clip": lambda: optim.chain(optim.clip_by_value(0.01), optim.sgd(0.1)),
+    "value clip": lambda: optim.chain(optim.clip_by_value(0.01), optim.identity(), optim.scale(2.0), optim.sgd(0.1)),
     "freeze": lambda: optim.chain(optim.adam(1e-2), optim.freeze(r"^0\.bias$")),
     "from_torch": lambda: optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9),
 }
