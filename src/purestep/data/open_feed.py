@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ..errors import DataError, RankError
-from ..parallel import Mesh, Sharded
+from ..parallel import Mesh
+from ..parallel.loaders import Sharded
 from ..rng import mix
 from ..types import Batch
 from .feed import Feed

@@ -50,8 +50,8 @@ class Feeds(NamedTuple):
 
 
 def settings(config: object, fields: Mapping[str, Any]) -> FitConfig:
-    """Return the settings of `config` and `fields`: see `config.resolve`."""
-    from ..config import resolve  # late, see above
+    """Return the settings of `config` and `fields`: see `config.sources`."""
+    from ..config.sources import resolve  # late, see above
 
     return resolve(config, fields)
 
@@ -135,7 +135,7 @@ def _limited(name: str, loader: Any, config: FitConfig, seed: int, mesh: paralle
 
 
 def _share(amount: int | float, feed: data.Feed) -> int:
-    from ..config import count_batches  # late, see above
+    from ..config.sources import count_batches  # late, see above
 
     count = count_batches(amount, feed.count(0) or feed.length, loader=feed.name)
     if count is None:

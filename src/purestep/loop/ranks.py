@@ -14,8 +14,8 @@ from .. import parallel
 from ..compile import states
 from ..errors import RankError
 from ..metrics.gathered import Gathered
+from ..parallel import loaders, placement, processes
 from ..parallel import mesh as meshes
-from ..parallel import placement, processes
 from ..types import Metrics, Program, Share, Tree
 
 _T = TypeVar("_T")
@@ -75,7 +75,7 @@ def check_loader(loader: Any, *, where: str) -> None:
     Raises:
         RankError: with the process and the number of parts.
     """
-    loader = loader.loader if isinstance(loader, parallel.Sharded) else loader
+    loader = loader.loader if isinstance(loader, loaders.Sharded) else loader
     for part in (getattr(loader, name, None) for name in ("sampler", "batch_sampler")):
         shares = getattr(part, "num_replicas", 1)
         if isinstance(shares, int) and shares > 1:

@@ -46,12 +46,12 @@ def reduce_on_plateau(
 
     Args:
         monitor: a metric by its name in the history.
-        factor: as in `stopping.Plateau`, like the following.
+        factor: each reduction multiplies the rate by it, in (0, 1).
         patience: rows without improvement before a reduction; the next such row reduces the rate.
         mode: which values are better. None: "min" for a loss, error or perplexity; other metrics need a mode.
-        threshold: the least improvement that counts.
-        threshold_mode: "rel" or "abs".
-        cooldown: rows after a reduction that do not count.
+        threshold: the least improvement that counts, at least 0.
+        threshold_mode: "rel": better than ``best * (1 -/+ threshold)``; "abs": than ``best -/+ threshold``.
+        cooldown: rows after a reduction that do not count, at least 0.
         min_scale: lower bound of the learning rate, as a share of the first one (torch's ``min_lr`` over ``lr``).
         leaf: the leaf to change, by the names of `optim.hyperparams`. In a `partition`, "learning_rate" means that of
             all groups, and ``"head/learning_rate"`` that of one.
