@@ -8,10 +8,10 @@ from typing import Annotated, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ..state import known_keywords
+from ..state import at_least, known_keywords
 from ..torch_ext import tracing
 from ..types import Empty, Params, Tree
-from .arguments import Decay, NonNegative, Rate, at_least
+from .arguments import Decay, NonNegative, Rate
 from .base import Transform, chain
 from .counts import no_updates, update_counts
 from .numerics import (

@@ -7,6 +7,8 @@ validation  is a value a count, a number, a finite number, and the errors that s
 """
 
 from .keywords import Check as Check
+from .keywords import at_least as at_least
+from .keywords import in_range as in_range
 from .keywords import known_keywords as known_keywords
 from .stacked import member as member
 from .stacked import stack as stack
