@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -125,11 +124,11 @@ def _outputs_and_targets(outputs: Any, targets: Any) -> tuple[Any, ...]:
     return logits_of("from_torchmetrics", outputs), targets
 
 
-def _update(update: Callable[..., Any], arguments: Any) -> None:
+def _update(update: Callable[..., Any], arguments: Any, *metric: Any) -> None:
     if isinstance(arguments, Mapping):
-        update(**arguments)
+        update(*metric, **arguments)
     else:
-        update(*arguments)
+        update(*metric, *arguments)
 
 
 # --- states that are not sums: at the end, on the host ----------------------------------------------------------------
@@ -207,7 +206,7 @@ def _summing(metric: Any, states: dict[str, Tensor], arguments: Prepare) -> Metr
         _load(own, states, torch.zeros(sum(one.numel() for one in states.values()), device=device))
         try:
             # The method of the class: torchmetrics wraps that of the object in bookkeeping that cannot be captured.
-            _update(partial(type(own).update, own), found)
+            _update(type(own).update, found, own)
             total = torch.cat([getattr(own, name).detach().reshape(-1).float() for name in states])
         except (RuntimeError, NotImplementedError):
             if not tracing.in_graph() or torch.compiler.is_dynamo_compiling():
