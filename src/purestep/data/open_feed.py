@@ -30,7 +30,6 @@ def open_feed(
     timeout: float = 300.0,
     repeats: bool = False,
     first: int | float | None = None,
-    hold: bool = False,
     mesh: Mesh | None = None,
 ) -> Feed:
     """Build the `Feed` of a loader: its order depends on (seed, epoch), its position is (epoch, batches consumed).
@@ -69,7 +68,6 @@ def open_feed(
         repeats: every pass over an epoch starts at the same place, as an evaluation needs.
         first: the batches of an epoch: a number (int, >= 1), or a share of ``len(loader)`` (float in (0, 1]; at least
             one batch). None: all.
-        hold: every epoch has the first batches of the first epoch, loaded once, without shuffling.
         mesh: of several processes, each of which calls this function: the batches are this process's shares. None: one
             process.
 
@@ -102,7 +100,7 @@ def open_feed(
                 hint="check the dataset's length, and batch_size if drop_last=True",
             )
     feed = feed if mesh is None else _divided(feed, division, mesh)
-    return feed if first is None else feed.cut(first, hold=hold)
+    return feed if first is None else feed.cut(first)
 
 
 def _divided(feed: Feed, division: Sharded | None, mesh: Mesh) -> Feed:

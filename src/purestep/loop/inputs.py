@@ -91,8 +91,7 @@ def open_feeds(loaders: Any, config: FitConfig, program: Program, seed: int, mes
     limits = {name: config.limit(name) for name in named}
     opened = {name: _limited(name, loader, config, seed, mesh) for name, loader in named.items() if limits[name] != 0}
     if config.overfit_batches:
-        count = _share(config.overfit_batches, train)
-        train = data.open_feed(train, first=count, hold=True)
+        train = data.held(train, _share(config.overfit_batches, train))
         opened = dict.fromkeys(opened, train)
     if opened and program.eval_step is None:
         raise ConfigError(
@@ -210,8 +209,7 @@ def _unfit(leaf: Any) -> str:
     """Say why a leaf cannot be trained or stored; "" if it can."""
     if not isinstance(leaf, Tensor):
         return f"a {type(leaf).__name__}"
-    if leaf.is_nested or leaf.is_quantized or leaf.layout != torch.strided:
-        kind = "nested" if leaf.is_nested else "quantized" if leaf.is_quantized else str(leaf.layout)[6:]
+    if kind := tensor_layout.layout_name(leaf):
         return f"a {kind} tensor; dense ones are needed"
     if tensor_layout.overlaps(leaf):
         return f"several of its numbers share memory (strides {list(leaf.stride())}); .clone() copies it"

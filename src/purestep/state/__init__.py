@@ -2,10 +2,16 @@
 
 packed      a state as a few flat buffers, one for each dtype and label, with the tree as views
 stacked     the states of an ensemble as one state with a leading dimension: `ps.stack`, `ps.member`
+entry_names names of the entries of vectors in a history
 keywords    the arguments of a factory: unknown keywords, and checks that are part of a type
 validation  is a value a count, a number, a finite number, and the errors that say so
 """
 
+from .entry_names import base_name as base_name
+from .entry_names import best_name as best_name
+from .entry_names import entry_name as entry_name
+from .entry_names import entry_place as entry_place
+from .entry_names import vector_name as vector_name
 from .keywords import Check as Check
 from .keywords import at_least as at_least
 from .keywords import in_range as in_range
