@@ -318,6 +318,9 @@ def multistep(init_value: _Finite, milestones: Iterable[int], *, gamma: _Positiv
         milestones: updates, each at least 1; a repeated milestone counts twice.
         gamma: > 0.
 
+    Raises:
+        ConfigError: the milestones are not a list, or one is out of range.
+
     Example:
         >>> [round(float(multistep(1.0, [10, 15])(t)), 4) for t in (9, 10, 15)]
         [1.0, 0.1, 0.01]

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 import purestep as ps
 from purestep import metrics, optim
 from purestep.errors import ConfigError, NonFiniteError, StateError
-from purestep.metrics.gathered import Gathered
 
 MEMBERS = 3
 
@@ -168,7 +167,7 @@ def test_predictions_and_their_spread():
     assert bool((found.std > 0).any())
 
 
-class Rank(Gathered):
+class Rank(metrics.Gathered):
     """Computed from all outputs at the end."""
 
     __slots__ = ()

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import purestep as ps
 from purestep import metrics
 from purestep.errors import ConfigError, StepContractError
-from purestep.metrics.gathered import Gathered
 
 tm = pytest.importorskip("torchmetrics", reason="torchmetrics is not installed")
 retrieval = pytest.importorskip("torchmetrics.retrieval")
@@ -212,7 +211,7 @@ def test_a_tensor_of_several_metrics_is_copied_once_and_a_loader_may_use_its_mem
             assert found[name] == pytest.approx(float(theirs(module(INPUTS), CLASSES)))
     seen: list[Any] = []
     ps.evaluate(program.init(), parts(CLASSES), program.eval_step, watch=lambda b, m, i: seen.append(m))  # type: ignore[arg-type]
-    assert isinstance(seen[0]["auroc"], Gathered)
+    assert isinstance(seen[0]["auroc"], metrics.Gathered)
 
 
 def test_a_train_step_returns_no_outputs():

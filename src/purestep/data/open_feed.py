@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ..errors import DataError, RankError
-from ..parallel import Mesh
-from ..parallel.loaders import Sharded
+from ..parallel import Mesh, loaders
 from ..rng import mix
 from ..types import Batch
 from .feed import Feed
@@ -85,8 +84,8 @@ def open_feed(
         >>> list(open_feed([1, 2, 3, 4], first=0.5).epoch(7))
         [1, 2]
     """
-    division = loader if isinstance(loader, Sharded) else None
-    loader = loader.loader if isinstance(loader, Sharded) else loader
+    division = loader if isinstance(loader, loaders.Sharded) else None
+    loader = loader.loader if isinstance(loader, loaders.Sharded) else loader
     if isinstance(loader, Feed):
         feed = loader
     else:
@@ -103,7 +102,7 @@ def open_feed(
     return feed if first is None else feed.cut(first)
 
 
-def _divided(feed: Feed, division: Sharded | None, mesh: Mesh) -> Feed:
+def _divided(feed: Feed, division: loaders.Sharded | None, mesh: Mesh) -> Feed:
     """The feed of one of several processes.
 
     Raises:

@@ -21,7 +21,7 @@ from .. import ema as ema_
 from .. import optim, rng, tree
 from ..analysis import plain_functions
 from ..errors import ConfigError, DataError, PurestepError, StateError, StepContractError
-from ..metrics.gathered import Gathered
+from ..metrics import Gathered
 from ..model import functional
 from ..state import check_choice, check_count, known_keywords, stacked
 from ..step import Adding, Closing, static_of

@@ -12,7 +12,7 @@ from .. import data, ema, tree
 from .. import metrics as metrics_
 from ..compile import takes_index
 from ..errors import ConfigError, StepContractError
-from ..metrics.gathered import Gathered
+from ..metrics import Gathered
 from ..state import vector_name
 from ..step import counting
 from ..types import EvalStep, Mean, Metrics, TrainStep, Tree

@@ -13,7 +13,7 @@ import torch
 from .. import parallel
 from ..compile import states
 from ..errors import RankError
-from ..metrics.gathered import Gathered
+from ..metrics import Gathered
 from ..parallel import loaders, placement, processes
 from ..parallel import mesh as meshes
 from ..types import Metrics, Program, Share, Tree

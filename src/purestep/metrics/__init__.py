@@ -27,6 +27,7 @@ from .classification import counts as counts
 from .classification import f1 as f1
 from .classification import precision as precision
 from .classification import recall as recall
+from .gathered import Gathered as Gathered
 from .mean import as_mean as as_mean
 from .mean import compute as compute
 from .mean import empty as empty

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError, StepContractError
-from ..metrics.gathered import Gathered
+from ..metrics import Gathered
 from ..types import Mean
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import ema as ema_
 from .. import tree
 from ..errors import ConfigError, RankError
-from ..metrics.gathered import Gathered
+from ..metrics import Gathered
 from ..optim import base, numerics
 from ..state import check_choice, known_keywords
 from ..types import Batch, Exchange, Form, Labels, Metrics, Params, Program, Share, Static, TrainState, Tree

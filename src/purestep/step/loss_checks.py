@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..errors import StepContractError
+from ..metrics import Gathered
 from ..metrics import mean as means
-from ..metrics.gathered import Gathered
 from ..torch_ext import is_finite, tracing
 from ..types import Batch, Loss, Mean, Metrics, Share
 from .spec import wide
