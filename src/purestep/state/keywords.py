@@ -19,12 +19,12 @@ Check: TypeAlias = Callable[[str, str, Any, str], None]
 
 
 def at_least(least: int) -> Check:
-    """A check that a value is an int of at least ``least``."""
+    """A check that a value is an int of at least ``least``: it raises a ConfigError."""
     return lambda where, name, value, cure: check_count(where, least=least, cure=cure, **{name: value})
 
 
 def in_range(low: float = -math.inf, high: float = math.inf, ends: str = "()") -> Check:
-    """A check that a value is a finite number between two bounds; see `check_range`."""
+    """A check that a value is a finite number between two bounds, as `check_range`: it raises a ConfigError."""
     return lambda where, name, value, cure: check_range(where, low, high, ends=ends, cure=cure, **{name: value})
 
 
