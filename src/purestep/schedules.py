@@ -40,11 +40,11 @@ from .state import (
     listed,
 )
 
-Count: TypeAlias = Tensor | int
+_Count: TypeAlias = Tensor | int
 """Updates so far, shape=(), dtype=int64, on any device; a Python int in a plot or a test."""
-Schedule: TypeAlias = Callable[[Count], Tensor]
+Schedule: TypeAlias = Callable[[_Count], Tensor]
 """Count of updates -> value, shape=()."""
-AnySchedule: TypeAlias = Callable[[Tensor], Tensor]
+_AnySchedule: TypeAlias = Callable[[Tensor], Tensor]
 """A schedule, or a user's function of the count, which need not accept a Python int."""
 _Finite: TypeAlias = Annotated[float, in_range()]
 _Positive: TypeAlias = Annotated[float, in_range(0.0)]
@@ -146,7 +146,7 @@ def warm_restarts(init_value: _Finite, T_0: _Updates, *, T_mult: _Updates = 1, e
         [1.0, 0.5, 1.0, 0.5, 1.0]
     """
 
-    def schedule(count: Count) -> Tensor:
+    def schedule(count: _Count) -> Tensor:
         t = _count_as_float(count)
         if T_mult == 1:
             return _half_cosine(init_value, eta_min, torch.remainder(t, T_0) / T_0)
@@ -186,7 +186,7 @@ def exponential(
         [1.0, 0.5, 0.25, 0.2]
     """
 
-    def schedule(count: Count) -> Tensor:
+    def schedule(count: _Count) -> Tensor:
         exponent = _count_as_float(count) / transition_steps
         value = init_value * gamma ** (torch.floor(exponent) if staircase else exponent)
         if end_value is None:
@@ -225,7 +225,7 @@ def warmup_cosine(
             hint=f"warmup={total // 10}, total={total}",
         )
 
-    def schedule(count: Count) -> Tensor:
+    def schedule(count: _Count) -> Tensor:
         t = _count_as_float(count)
         down = _half_cosine(peak, end, _progress(t - warmup, total - warmup))
         return torch.where(t < warmup, _line(start, peak, _progress(t, max(warmup, 1))), down)
@@ -277,7 +277,7 @@ def warmup_stable_decay(
         )
     check_choice("warmup_stable_decay", ("linear", "cosine", "sqrt"), shape=shape)
 
-    def schedule(count: Count) -> Tensor:
+    def schedule(count: _Count) -> Tensor:
         t = _count_as_float(count)
         over = _progress(t - (total - decay), decay)
         down = (
@@ -329,7 +329,7 @@ def multistep(init_value: _Finite, milestones: Iterable[int], *, gamma: _Positiv
     for milestone in points:
         check_count("multistep", least=1, milestones=milestone)
 
-    def schedule(count: Count) -> Tensor:
+    def schedule(count: _Count) -> Tensor:
         t = _count_as_float(count)
         reached = torch.zeros_like(t)
         for milestone in points:
@@ -430,7 +430,7 @@ def piecewise(
 
 
 @known_keywords
-def join(schedules: Sequence[AnySchedule], boundaries: Sequence[int]) -> Schedule:
+def join(schedules: Sequence[_AnySchedule], boundaries: Sequence[int]) -> Schedule:
     """Run schedules one after another; each counts from its own begin. torch's `SequentialLR`.
 
     Args:
@@ -461,7 +461,7 @@ def join(schedules: Sequence[AnySchedule], boundaries: Sequence[int]) -> Schedul
             hint=f"pass rising boundaries, one fewer than schedules: {cure}",
         )
 
-    def schedule(count: Count) -> Tensor:
+    def schedule(count: _Count) -> Tensor:
         t = torch.as_tensor(count)
         value = parts[0](t)
         for begin, part in zip(begins, parts[1:], strict=True):
@@ -473,7 +473,7 @@ def join(schedules: Sequence[AnySchedule], boundaries: Sequence[int]) -> Schedul
 
 
 @known_keywords
-def per_epoch(schedule: AnySchedule, *, updates_per_epoch: _Updates) -> Schedule:
+def per_epoch(schedule: _AnySchedule, *, updates_per_epoch: _Updates) -> Schedule:
     """Convert a schedule by epoch to a schedule by update: the value is constant within an epoch.
 
     Args:
@@ -530,7 +530,7 @@ def from_torch_scheduler(
 
     tables: dict[torch.device, Tensor] = {}
 
-    def schedule(count: Count) -> Tensor:
+    def schedule(count: _Count) -> Tensor:
         t = torch.as_tensor(count)
         dtype = torch.float32 if t.device.type == "mps" else torch.float64
         # A graph must not copy from the host, so an eager call (such as in `init`) copies the table to its device.
@@ -600,7 +600,7 @@ def _check_scheduler(scheduler: Any) -> None:
 # --- interpolation ----------------------------------------------------------------------------------------------------
 
 
-def _count_as_float(count: Count) -> Tensor:
+def _count_as_float(count: _Count) -> Tensor:
     """Convert a count to the widest float dtype of its device. shape=()."""
     tensor = torch.as_tensor(count)
     return tensor.to(torch.float32 if tensor.device.type == "mps" else torch.float64)

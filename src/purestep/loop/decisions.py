@@ -315,7 +315,7 @@ def _values(state: Tree) -> dict[str, Any]:
     apart: set[str] = set()
     for part in states(state):
         if isinstance(part.placement, placement.Placement):
-            layout = part.placement.layout
-            apart |= {*(path for path, _ in layout.paths), *layout.summands}
+            sharding = part.placement.sharding
+            apart |= {*(path for path, _ in sharding.paths), *sharding.summands}
     leaves = [(path, leaf) for path, leaf in tree.with_paths(state) if not path.endswith(tuple(apart))]
     return {f"checksum of {path}": processes.checksum(leaf) for path, leaf in leaves}

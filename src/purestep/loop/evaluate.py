@@ -8,12 +8,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .. import data, ema, tree
+from .. import data, tree
 from .. import metrics as metrics_
 from ..compile import takes_index
 from ..errors import ConfigError, StepContractError
 from ..metrics import Gathered
-from ..state import vector_name
+from ..state import vector_name, views
 from ..step import counting
 from ..types import EvalStep, Mean, Metrics, TrainStep, Tree
 from . import metric_queue, ranks
@@ -115,7 +115,7 @@ def evaluate(
     ranks.check_loader(loader, where=name)
     feed = data.open_feed(loader, name=name, repeats=True, mesh=mesh)
     try:
-        state = ema.to_evaluate(state, view)
+        state = views.to_evaluate(state, view)
         batches = data.prefetch(feed.epoch(0), data.device_of(state), name=name)
         return eval_means(state, batches, eval_step, name=name, watch=watch)
     finally:

@@ -13,7 +13,7 @@ from collections.abc import Generator, Iterable
 from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from .. import data, ema, events, files, parallel
+from .. import data, events, files, parallel
 from ..compile import LiveState, MetricVector, as_dict, eager_program, released, states
 from ..diagnostics import purity
 from ..errors import (
@@ -25,6 +25,7 @@ from ..errors import (
     StepContractError,
 )
 from ..snapshot import Snapshots
+from ..state import views
 from ..types import Metrics, Program, Tree
 from . import (
     accounting,
@@ -401,7 +402,7 @@ class _Run:
         step = self.program.eval_step
         assert step is not None
         files.failpoint("loop.evaluate")
-        state = ema.to_evaluate(state, self.view)
+        state = views.to_evaluate(state, self.view)
         watch = self.callbacks.watch(state, name, loop.epoch)
         loaded = self.decisions.evaluation(self.feeds.evaluation[name].epoch(0))
         batches = data.prefetch(loaded, data.device_of(state), name=name)

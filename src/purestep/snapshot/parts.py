@@ -63,23 +63,23 @@ def spread(state: Tree) -> Spread:
     mesh = meshes.here()
     cuts: dict[str, HeldRows] = {}
     sums: list[str] = []
-    for prefix, layout in _layouts(state):
-        if layout.paths and (layout.width, layout.tensor) != (mesh.shard, mesh.tensor):
+    for prefix, sharding in _shardings(state):
+        if sharding.paths and (sharding.width, sharding.tensor) != (mesh.shard, mesh.tensor):
             raise RankError(
-                f"the state is one of {layout.width * layout.tensor} pieces, and the open mesh has shard={mesh.shard}, "
-                f"tensor={mesh.tensor}",
+                f"the state is one of {sharding.width * sharding.tensor} pieces, and the open mesh has "
+                f"shard={mesh.shard}, tensor={mesh.tensor}",
                 where=prefix.rstrip("/") or "state",
                 hint="save and restore inside `with ps.parallel.start(...)`, with the mesh of ps.distribute",
             )
-        rows = {leaf.name: _rows(leaf, layout, mesh) for leaf in layout.leaves if not leaf.is_whole}
-        cuts |= {prefix + path: rows[name] for path, name in layout.paths}
-        sums += [prefix + path for path in layout.summands]
+        rows = {leaf.name: _rows(leaf, sharding, mesh) for leaf in sharding.leaves if not leaf.is_whole}
+        cuts |= {prefix + path: rows[name] for path, name in sharding.paths}
+        sums += [prefix + path for path in sharding.summands]
     count = mesh.shard * mesh.tensor if cuts else 1
     return Spread(cuts, tuple(sums), count, mesh.rank if mesh.rank < count else None, mesh.batch_rank == 0)
 
 
-def _rows(leaf: placement.Leaf, layout: placement.Layout, mesh: meshes.Mesh) -> HeldRows:
-    count, width = layout.tensor, layout.width
+def _rows(leaf: placement.Leaf, sharding: placement.Sharding, mesh: meshes.Mesh) -> HeldRows:
+    count, width = sharding.tensor, sharding.width
     at = mesh.coordinate("tensor")
     pieces: list[Piece] = []
     for part in range(width * count):
@@ -95,11 +95,11 @@ def _rows(leaf: placement.Leaf, layout: placement.Layout, mesh: meshes.Mesh) -> 
     return HeldRows(leaf.shape, first, end, columns, tuple(sorted(pieces, key=lambda piece: piece.first)))
 
 
-def _layouts(state: Tree) -> list[tuple[str, placement.Layout]]:
+def _shardings(state: Tree) -> list[tuple[str, placement.Sharding]]:
     if not any(map(_is_in_pieces, tree.flatten(state, is_leaf=_is_state)[0])):
         return []  # the paths of a thousand leaves take 20 ms
     found = tree.with_paths(state, is_leaf=_is_state)
-    return [(f"{path}/" if path else "", node.placement.layout) for path, node in found if _is_in_pieces(node)]
+    return [(f"{path}/" if path else "", node.placement.sharding) for path, node in found if _is_in_pieces(node)]
 
 
 def _is_state(node: Any) -> bool:
