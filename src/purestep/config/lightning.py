@@ -84,8 +84,8 @@ def from_lightning(settings: object, *, strict: bool = False) -> Plan:
     given = _known(sources.as_mapping(settings, where=_WHERE), strict=strict)
     args = DEFAULTS | _barebones({name: _checked(name, value) for name, value in given.items()})
     devices = _read_devices(args["devices"], args["accelerator"])
-    processes = _read_processes(args, devices.count)
-    device = _read_device(args, None if processes.distribute else devices.index)
+    processes = _read_processes(args, devices.number)
+    device = _read_device(args, None if processes.distribute else devices.first)
     return Plan(
         program={"precision": _read_precision(args["precision"]), "accumulate": args["accumulate_grad_batches"]},
         clip=_clip(args),
@@ -346,8 +346,8 @@ def _gpu() -> str:
 class _Devices(NamedTuple):
     """The number of devices, and the index of the first one; None: any."""
 
-    count: int | None = None
-    index: int | None = None
+    number: int | None = None
+    first: int | None = None
 
 
 def _read_devices(given: Any, accelerator: Any) -> _Devices:
