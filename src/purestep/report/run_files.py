@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-import json
+import io
 import math
 import os
 import re
@@ -15,10 +15,11 @@ from typing import Any, NamedTuple, cast
 
 from .. import snapshot, stopping
 from ..errors import ConfigError, NotFound, SnapshotError
-from ..files import Holder, lock_holder
+from ..files import LIMIT, Holder, lock_holder, parsed_json, read_regular
 from ..snapshot import RunInfo, Summary
 
 Row = Mapping[str, Any]
+_LARGEST = 1 << 27  # bytes of a file with rows: a million log lines
 _HISTORY = "training_history.json"
 _ASIDE = re.compile(r".*\.\d+\.(csv|jsonl)|rows-\d+\.jsonl")  # of earlier runs; rows that belong to snapshots
 
@@ -137,13 +138,16 @@ _REASONS = {
 
 def _moment(info: RunInfo) -> datetime:
     """The time of the last entry."""
-    return datetime.fromisoformat(info.ended or info.started)
+    return datetime.fromisoformat(info.ended or info.started).astimezone()
 
 
 def when(moment: str | float) -> str:
     """A time as ``2026-01-31 12:30``, in this machine's time zone, from ISO 8601 or seconds."""
-    at = datetime.fromisoformat(moment) if isinstance(moment, str) else datetime.fromtimestamp(moment)
-    return at.astimezone().strftime("%Y-%m-%d %H:%M")
+    try:
+        at = datetime.fromisoformat(moment) if isinstance(moment, str) else datetime.fromtimestamp(moment)
+        return at.astimezone().strftime("%Y-%m-%d %H:%M")
+    except (ValueError, OverflowError, OSError):  # a file's time may be set to any number
+        return "at an unknown time"
 
 
 def age(seconds: float) -> str:
@@ -190,8 +194,11 @@ def _history(directory: Path, newest: Summary | None, problems: list[str]) -> li
     """The longer one of the history in the newest snapshot and that in ``training_history.json``."""
     stored = _stored_history(directory, newest, problems)
     try:
-        text = (directory / _HISTORY).read_text(encoding="utf-8")
-    except OSError:
+        text = read_regular(directory / _HISTORY, LIMIT).decode(errors="replace")
+    except FileNotFoundError:
+        return stored
+    except OSError as error:
+        problems.append(f"{directory / _HISTORY}: {error}")
         return stored
     written = _written_history(text)
     if written is None:
@@ -218,7 +225,7 @@ def _by_row(columns: Mapping[str, list[Any]]) -> list[Row]:
 def _written_history(text: str) -> list[Row] | None:
     """The rows of the file, which may be read while a row is written."""
     try:
-        found = json.loads(text)
+        found = parsed_json(text)
     except ValueError:
         found = list(_json_lines(text))
         if not found and text.strip(" \n[]"):
@@ -229,9 +236,9 @@ def _written_history(text: str) -> list[Row] | None:
 
 
 def _json_lines(text: str) -> Iterator[dict[str, Any]]:
-    for line in text.splitlines():
+    for line in io.StringIO(text):
         try:
-            row = json.loads(line.strip().rstrip(","))
+            row = parsed_json(line.strip().rstrip(","))
         except ValueError:  # the head of a list, or a row that is being written
             continue
         if isinstance(row, dict):
@@ -242,11 +249,11 @@ def _lines(directory: Path, problems: list[str]) -> list[Row]:
     """The rows of `sinks.csv` and `sinks.jsonl` in the directory: of the file with the most rows."""
     longest: list[Row] = []
     for path in sorted(directory.iterdir()):
-        if path.suffix not in (".csv", ".jsonl") or _ASIDE.fullmatch(path.name) or not path.is_file():
+        if path.suffix not in (".csv", ".jsonl") or _ASIDE.fullmatch(path.name):
             continue
         try:
-            text = path.read_text(encoding="utf-8", errors="replace")
-            rows = _json_lines(text) if path.suffix == ".jsonl" else _csv_rows(text.splitlines())
+            text = read_regular(path, _LARGEST).decode(errors="replace")
+            rows = _json_lines(text) if path.suffix == ".jsonl" else _csv_rows(io.StringIO(text))
             found = [row for row in rows if row.get("kind") in ("step", "epoch") and isinstance(row.get("step"), int)]
         except (OSError, csv.Error) as error:
             problems.append(f"{path}: {error}")
@@ -303,8 +310,11 @@ def _best_step(found: list[Summary], monitor: tuple[str, str] | None) -> int | N
 
 def finite(value: Any) -> float | None:
     """The number as a float; None for everything else."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    return float(value) if is_number else None
+    try:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        return float(value) if is_number else None
+    except OverflowError:  # an int of more than 300 digits
+        return None
 
 
 def _size(directory: Path) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 from ..events import EpochEnd, Event, FitEnd, FitStart
-from ..files import write_bytes
+from ..files import read_json, write_bytes
 from .output import OutputFile, finite
 
 Row: TypeAlias = dict[str, Any]
@@ -51,8 +51,8 @@ def _lines(history: Mapping[str, list[Any]]) -> list[str]:
 
 def _is_history(path: Path) -> bool:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        found = read_json(path)
+    except (OSError, ValueError):
         return False
     return isinstance(found, list) and all(isinstance(row, dict) for row in cast("list[Any]", found))
 

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..events import EpochEnd, Event, FitStart, Logged
-from ..files import write_bytes
+from ..files import parsed_json, read_regular, regular, write_bytes
 from .json_history import Row
 from .output import OutputFile, finite
+
+_LARGEST = 1 << 28  # bytes of a file
 
 
 class RowFile(OutputFile):
@@ -68,7 +70,7 @@ class RowFile(OutputFile):
             self._write([*self._read(), row])
             return
         data = line.encode()
-        with self.path.open("ab", buffering=0) as file:
+        with open(self.path, "ab", buffering=0, opener=regular) as file:
             size = file.tell()
             try:
                 if file.write(data) != len(data):
@@ -80,7 +82,7 @@ class RowFile(OutputFile):
     def _read(self) -> list[Row]:
         if not self.path.exists():
             return []
-        rows = self._parse(self.path.read_text(encoding="utf-8", errors="replace"))
+        rows = self._parse(read_regular(self.path, _LARGEST).decode(errors="replace"))
         return [row for row in rows if isinstance(row.get("step"), int) and isinstance(row.get("kind"), str)]
 
     def _write(self, rows: list[Row]) -> None:
@@ -90,9 +92,9 @@ class RowFile(OutputFile):
 class _JsonLines(RowFile):
     def _parse(self, text: str) -> list[Row]:
         rows: list[Row] = []
-        for line in text.splitlines():
+        for line in io.StringIO(text):
             try:
-                row = json.loads(line)
+                row = parsed_json(line)
             except ValueError:
                 continue  # part of a row, from a killed run
             if isinstance(row, dict):
