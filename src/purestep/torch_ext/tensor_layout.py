@@ -120,9 +120,11 @@ def from_parts(layout: str, parts: Sequence[Tensor], shape: Sequence[int]) -> Te
                 raise ValueError("offsets that do not divide the rows")
             return torch.nested.nested_tensor_from_jagged(values, offsets)
         if layout == "sparse_coo":
-            return torch.sparse_coo_tensor(*parts, list(shape), is_coalesced=True, check_invariants=True)
+            indices, values = parts
+            return torch.sparse_coo_tensor(indices, values, list(shape), is_coalesced=True, check_invariants=True)
         kind = getattr(torch, layout) if layout in _COMPRESSED else None
-        return torch.sparse_compressed_tensor(*parts, list(shape), layout=kind, check_invariants=True)
+        outer, inner, values = parts
+        return torch.sparse_compressed_tensor(outer, inner, values, list(shape), layout=kind, check_invariants=True)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         raise ValueError(f"the parts of a {layout} tensor do not fit: {str(error).partition(chr(10))[0]}") from error
 
