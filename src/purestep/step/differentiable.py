@@ -29,7 +29,7 @@ class Parts(NamedTuple):
     Args:
         loss: ``(params, state, batch, context, *, train, kind) -> (Loss, Bound)``: the objective on the whole batch
             with these parameters and the other tensors of the state; ``mean`` is connected to ``params``. Metrics are
-            detached. ``kind`` makes the bound model, as `functional.Bound` does.
+            detached; outputs are left out. ``kind`` makes the bound model, as `functional.Bound` does.
         with_gradients: ``(parts, form, state, batch, context) -> Micro`` in place of `gradient.gradients` -> the
             program that updates by it.
         objective: the user's function.
@@ -77,7 +77,7 @@ def parts_of(spec: Spec, with_gradients: Callable[[Callable[..., Micro]], Progra
         with precision_.autocast(spec.policy, device):
             found = spec.objective(bound, precision_.cast(spec.policy, tree.dicts(batch)), *context)
         found = check_loss(found, device, train=True)
-        return found._replace(weight=found.weight.detach(), metrics=tree.detach(found.metrics)), bound
+        return found._replace(weight=found.weight.detach(), metrics=tree.detach(found.metrics), outputs={}), bound
 
     def replaced(compute: Callable[..., Micro]) -> Program:
         return with_gradients(lambda spec, *args: compute(parts_of(spec, _not_nested), *args))

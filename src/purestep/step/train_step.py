@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import rng, tree
 from ..errors import DataError, StateError, StepContractError
+from ..metrics import handed_out
 from ..optim import unused_parameters
 from ..state import stacked
 from ..torch_ext import tracing
@@ -52,7 +53,7 @@ def steps_of(spec: Spec, form: Form) -> Steps:
                 new = new._replace(buffers=kept_buffers(state.buffers, micro, counted))
         else:
             new, micro, metrics = accumulate(spec, form, state, micro)
-        return _count_call(state, new), _joined(micro.metrics, metrics)
+        return _count_call(state, new), handed_out.with_outputs(_joined(micro.metrics, metrics), micro.outputs)
 
     def flush(state: TrainState) -> tuple[TrainState, Metrics]:
         """Close an open window according to the program's ``tail``."""
