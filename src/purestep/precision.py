@@ -71,6 +71,8 @@ def autocast(policy: Policy, device: torch.device) -> AbstractContextManager[Any
 def cast(policy: Policy, batch: Tree) -> Tree:
     """Cast floating tensors to the dtype of the weights, for ``-true`` precisions; leave other leaves unchanged.
 
+    The parts of a complex tensor are then of at least float32.
+
     Example:
         >>> [leaf.dtype for leaf in cast(policy("bf16-true"), (torch.ones(2), torch.arange(2)))]
         [torch.bfloat16, torch.int64]
@@ -80,6 +82,8 @@ def cast(policy: Policy, batch: Tree) -> Tree:
     dtype = policy.weights
 
     def leaf(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.is_complex():
+            return value.to(torch.complex128 if dtype == torch.float64 else torch.complex64)
         floating = isinstance(value, torch.Tensor) and value.is_floating_point()
         return value.to(dtype) if floating else value
 

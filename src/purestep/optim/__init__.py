@@ -24,6 +24,7 @@ clip              gradient clipping
 wrappers          masks, parameter groups, freezing
 hyperparameters   hyperparameters as leaves of the state
 unused_parameters parameters without a gradient
+complex_params    complex parameters
 fused             torch's fused kernels, for eager steps
 from_torch        any optimizer of torch as a transform
 sgd  adam  lamb  lion  rmsprop  adagrad  adadelta  adafactor  muon  soap  ademamix  prodigy  schedule_free  lookahead

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import ConfigError, StateError
 from ..state import known_keywords
-from ..torch_ext import foreach, tracing
+from ..torch_ext import complex_numbers, foreach, tracing
 from ..types import Empty, Labels, Params, Tree
 from .numerics import scalar_dtype
 
@@ -203,7 +203,7 @@ def global_norm(updates: Params) -> Tensor:
     """Return the 2-norm of all numbers together, accumulated in at least float32.
 
     Args:
-        updates: name -> P, on one device; may be empty (norm 0).
+        updates: name -> P, on one device; may be empty (norm 0), or complex.
 
     Returns:
         shape=(); float64 if any leaf is float64, else float32.
@@ -215,7 +215,7 @@ def global_norm(updates: Params) -> Tensor:
     if not updates:
         return torch.zeros(())
     dtype = scalar_dtype(updates)
-    norms = _leaf_norms(list(updates.values()), dtype)
+    norms = _leaf_norms(list(map(complex_numbers.as_real, updates.values())), dtype)
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from .. import precision as precision_
 from .. import tree
 from ..errors import ConfigError, StateError
-from ..model import functional
+from ..model import check_real, functional
 from ..state import stacked
 from ..types import Batch, Empty, Form, Loss, Params, Program, TrainState
 from . import exchange
@@ -127,7 +127,8 @@ def parts_for(program: Program, where: str) -> Parts:
         where: the function that needs them, for the error.
 
     Raises:
-        ConfigError: the program is a step of the user's own or an ensemble, or runs on several processes.
+        ConfigError: the program is a step of the user's own or an ensemble, runs on several processes, or has complex
+            parameters.
     """
     static = program.static
     if static is None or static.made.parts is None:
@@ -144,6 +145,7 @@ def parts_for(program: Program, where: str) -> Parts:
             where=where,
             hint="pass the program that ps.distribute got, and the state of ps.full(state)",
         )
+    check_real(static.made.parts.module, where)
     return static.made.parts
 
 
