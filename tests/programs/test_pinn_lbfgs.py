@@ -25,9 +25,7 @@ def network() -> nn.Module:
 def points() -> Batch:
     """Inside of the domain, and on its border with the values there: u(0, x) = -sin(pi x), u(t, +-1) = 0."""
     drawn = torch.Generator().manual_seed(1)
-    inside = torch.rand(64, 2, dtype=torch.float64, generator=drawn) * torch.tensor([1.0, 2.0]) - torch.tensor(
-        [0, 1.0]
-    )
+    inside = torch.rand(64, 2, dtype=torch.float64, generator=drawn) * torch.tensor([1.0, 2.0]) - torch.tensor([0, 1.0])
     x = torch.linspace(-1, 1, 33, dtype=torch.float64)[:, None]
     t = torch.linspace(0, 1, 17, dtype=torch.float64)[:, None]
     border = torch.cat([torch.cat([0 * x, x], 1), torch.cat([t, 0 * t + 1], 1), torch.cat([t, 0 * t - 1], 1)])
