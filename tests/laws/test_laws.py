@@ -7,6 +7,7 @@ implementations that were broken on purpose: `test_..._catches_...`.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import random
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from helpers import assert_trees_close, image_batch, tiny_convnet, tiny_mlp, vector_batch
+from helpers import assert_trees_close, image_batch, optimizers_left_out, tiny_convnet, tiny_mlp, vector_batch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -91,7 +92,15 @@ OPTIMIZERS: dict[str, Callable[[], Transform]] = {
     "lion": lambda: optim.lion(1e-3),
     "lamb": lambda: optim.lamb(1e-2),
     "schedule-free": lambda: optim.schedule_free_adamw(1e-2, weight_decay=0.1, mask=MASK),
+    "schedule-free sgd": lambda: optim.schedule_free_sgd(0.1),
     "lookahead": lambda: optim.lookahead(optim.adam(1e-2), sync_period=2),
+    "ademamix": lambda: optim.ademamix(1e-2, weight_decay=0.1),
+    "prodigy": lambda: optim.prodigy(estim_lr0=1e-2),
+    # Other dimensions have eigenvalues of zero, whose eigenvectors depend on rounding.
+    "soap": lambda: optim.partition(
+        {"soap": optim.soap(1e-2, precondition_frequency=2, max_precond_dim=4), "adamw": optim.adamw(1e-2)},
+        [(r"^0\.weight$", "soap"), ("", "adamw")],
+    ),
     "muon": lambda: optim.partition(
         {"muon": optim.muon(1e-2), "adamw": optim.adamw(1e-2)}, optim.muon_labels(tiny_mlp())
     ),
@@ -99,12 +108,16 @@ OPTIMIZERS: dict[str, Callable[[], Transform]] = {
         {"slow": optim.sgd(0.01), "fast": optim.adam(0.1)}, [("^0", "slow"), ("", "fast")]
     ),
     "inject": lambda: optim.inject(optim.adamw)(learning_rate=1e-2, weight_decay=0.1),
-    "value clip": lambda: optim.chain(optim.clip_by_value(0.01), optim.sgd(0.1)),
+    "value clip": lambda: optim.chain(optim.clip_by_value(0.01), optim.identity(), optim.scale(2.0), optim.sgd(0.1)),
     "freeze": lambda: optim.chain(optim.adam(1e-2), optim.freeze(r"^0\.bias$")),
     "from_torch": lambda: optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9),
 }
 CASES: dict[str, Case] = {
-    **{name: Case(partial(lambda make: mlp(make()), make)) for name, make in OPTIMIZERS.items()},
+    # The step size of prodigy is a sum over all parameters, and soap's graph has a branch.
+    **{
+        name: Case(partial(lambda make: mlp(make()), make), exact=name not in ("prodigy", "soap"))
+        for name, make in OPTIMIZERS.items()
+    },
     "norm clip": Case(lambda: mlp(optim.chain(optim.clip_by_global_norm(0.1), optim.sgd(0.1))), exact=False),
     "agc": Case(lambda: mlp(optim.chain(optim.adaptive_grad_clip(0.1), optim.sgd(0.1)))),
     "ema": Case(lambda: mlp(optim.adam(0.1), ema=ema.average(0.99, warmup=True)), on_the_tree=True),
@@ -124,6 +137,14 @@ CASES: dict[str, Case] = {
     "keep_eval": Case(lambda: convnet(keep_eval=("1",)), images),
 }
 TABLE = pytest.mark.parametrize("name", CASES)
+
+
+def test_no_optimizer_is_left_out() -> None:
+    programs = [case.program for case in CASES.values() if inspect.isfunction(case.program)]
+    forgotten = optimizers_left_out([*OPTIMIZERS.values(), *programs])
+    assert not forgotten, f"add a row of OPTIMIZERS that calls {forgotten}"
+    others = [make for name, make in OPTIMIZERS.items() if name != "prodigy"]
+    assert optimizers_left_out([*others, *programs]) == ["prodigy"]
 
 
 def through(step: Callable[..., Any], state: Any, batches: list[Any]) -> tuple[Any, list[Any]]:
