@@ -161,11 +161,11 @@ def test_32_true_keeps_the_modules_own_dtype():
 
 def test_integers_and_what_is_no_tensor_are_not_cast():
     batch = {"x": torch.ones(2), "ids": torch.ones(2, dtype=torch.int64), "mask": torch.ones(2).bool(), "name": "a"}
-    cast = precision.cast(precision.policy("bf16-true"), batch)
+    cast = precision.policy("bf16-true").cast(batch)
     assert [cast[k].dtype for k in ("x", "ids", "mask")] == [torch.bfloat16, torch.int64, torch.bool]
     assert cast["name"] == "a"
     assert batch["x"].dtype == torch.float32
-    assert precision.cast(precision.policy("bf16-mixed"), batch) is batch
+    assert precision.policy("bf16-mixed").cast(batch) is batch
 
 
 @pytest.mark.parametrize("name", ["bf16", "16", "fp16-mixed", "32", "", None, 16])
@@ -193,7 +193,7 @@ class TestWhatADeviceCannotDo:
     def test_a_torch_without_cuda_is_named(self, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
         with pytest.raises(ConfigError, match=r"torch .* is built without CUDA \(cure: install a CUDA build of torch"):
-            precision.usable(f"cuda:{torch.cuda.device_count()}")  # one more than there are
+            program(tiny_mlp(), "32-true").init(device=f"cuda:{torch.cuda.device_count()}")  # one more than there are
 
     def test_a_device_that_is_none(self):
         with pytest.raises(ConfigError, match="no device 'gpu' here: Expected one of cpu, cuda"):
@@ -233,12 +233,12 @@ class TestWhatADeviceCannotDo:
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: asked.append(1) and False)
         for name in ("bf16-mixed", "bf16-true"):
             with pytest.raises(ConfigError, match=f"cuda does not support {name}: this GPU has no bfloat16 arithmetic"):
-                precision.check(precision.policy(name), torch.device("cuda"))
+                precision.policy(name).check(torch.device("cuda"))
         assert len(asked) == 2
 
     def test_nothing_is_asked_of_a_device_that_computes_in_its_own(self, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(torch, "ones", None)
-        precision.check(precision.policy("32-true"), CPU)
+        precision.policy("32-true").check(CPU)
 
 
 @pytest.mark.parametrize(

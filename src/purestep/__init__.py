@@ -49,7 +49,6 @@ from . import scaler as scaler
 from . import schedules as schedules
 from . import stopping as stopping
 from . import tree as tree
-from .ema import view as view
 from .objective import hf_loss as hf_loss
 from .objective import masked_mse as masked_mse
 from .objective import masked_reconstruction as masked_reconstruction
@@ -58,6 +57,7 @@ from .objective import supervised as supervised
 from .precision import auto_device as auto_device
 from .state import member as member
 from .state import stack as stack
+from .state import view as view
 from .step import Sam as Sam
 from .step import program as program
 from .stopping import EarlyStopping as EarlyStopping

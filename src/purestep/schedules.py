@@ -37,11 +37,11 @@ from .state import (
     listed,
 )
 
-Count: TypeAlias = Tensor | int
+_Count: TypeAlias = Tensor | int
 """Updates so far, shape=(), dtype=int64, on any device; a Python int in a plot or a test."""
-Schedule: TypeAlias = Callable[[Count], Tensor]
+Schedule: TypeAlias = Callable[[_Count], Tensor]
 """Count of updates -> value, shape=()."""
-AnySchedule: TypeAlias = Callable[[Tensor], Tensor]
+_AnySchedule: TypeAlias = Callable[[Tensor], Tensor]
 """A schedule, or a user's function of the count, which need not accept a Python int."""
 
 
@@ -163,7 +163,7 @@ def warm_restarts(init_value: float, T_0: int, *, T_mult: int = 1, eta_min: floa
     check_finite("warm_restarts", init_value=init_value, eta_min=eta_min)
     check_count("warm_restarts", least=1, T_0=T_0, T_mult=T_mult)
 
-    def schedule(count: Count) -> Tensor:
+    def schedule(count: _Count) -> Tensor:
         t = _count_as_float(count)
         if T_mult == 1:
             return _half_cosine(init_value, eta_min, torch.remainder(t, T_0) / T_0)
@@ -209,7 +209,7 @@ def exponential(
     check_positive("exponential", gamma=gamma)
     check_count("exponential", least=1, transition_steps=transition_steps)
 
-    def schedule(count: Count) -> Tensor:
+    def schedule(count: _Count) -> Tensor:
         exponent = _count_as_float(count) / transition_steps
         value = init_value * gamma ** (torch.floor(exponent) if staircase else exponent)
         if end_value is None:
@@ -249,7 +249,7 @@ def warmup_cosine(peak: float, warmup: int, *, total: int, end: float = 0.0, sta
             hint=f"warmup={total // 10}, total={total}",
         )
 
-    def schedule(count: Count) -> Tensor:
+    def schedule(count: _Count) -> Tensor:
         t = _count_as_float(count)
         down = _half_cosine(peak, end, _progress(t - warmup, total - warmup))
         return torch.where(t < warmup, _line(start, peak, _progress(t, max(warmup, 1))), down)
@@ -304,7 +304,7 @@ def warmup_stable_decay(
         )
     check_choice("warmup_stable_decay", ("linear", "cosine", "sqrt"), shape=shape)
 
-    def schedule(count: Count) -> Tensor:
+    def schedule(count: _Count) -> Tensor:
         t = _count_as_float(count)
         over = _progress(t - (total - decay), decay)
         down = (
@@ -364,7 +364,7 @@ def multistep(init_value: float, milestones: Iterable[int], *, gamma: float = 0.
         check_count("multistep", least=1, milestones=milestone)
     check_positive("multistep", gamma=gamma)
 
-    def schedule(count: Count) -> Tensor:
+    def schedule(count: _Count) -> Tensor:
         t = _count_as_float(count)
         reached = torch.zeros_like(t)
         for milestone in points:
@@ -473,7 +473,7 @@ def piecewise(
 
 
 @known_keywords
-def join(schedules: Sequence[AnySchedule], boundaries: Sequence[int]) -> Schedule:
+def join(schedules: Sequence[_AnySchedule], boundaries: Sequence[int]) -> Schedule:
     """Run schedules one after another; each counts from its own begin. torch's `SequentialLR`.
 
     Args:
@@ -504,7 +504,7 @@ def join(schedules: Sequence[AnySchedule], boundaries: Sequence[int]) -> Schedul
             hint=f"pass rising boundaries, one fewer than schedules: {cure}",
         )
 
-    def schedule(count: Count) -> Tensor:
+    def schedule(count: _Count) -> Tensor:
         t = torch.as_tensor(count)
         value = parts[0](t)
         for begin, part in zip(begins, parts[1:], strict=True):
@@ -516,7 +516,7 @@ def join(schedules: Sequence[AnySchedule], boundaries: Sequence[int]) -> Schedul
 
 
 @known_keywords
-def per_epoch(schedule: AnySchedule, *, updates_per_epoch: int) -> Schedule:
+def per_epoch(schedule: _AnySchedule, *, updates_per_epoch: int) -> Schedule:
     """Convert a schedule by epoch to a schedule by update: the value is constant within an epoch.
 
     Args:
@@ -574,7 +574,7 @@ def from_torch_scheduler(
 
     tables: dict[torch.device, Tensor] = {}
 
-    def schedule(count: Count) -> Tensor:
+    def schedule(count: _Count) -> Tensor:
         t = torch.as_tensor(count)
         dtype = torch.float32 if t.device.type == "mps" else torch.float64
         # A graph must not copy from the host, so an eager call (such as in `init`) copies the table to its device.
@@ -644,7 +644,7 @@ def _check_scheduler(scheduler: Any) -> None:
 # --- interpolation ----------------------------------------------------------------------------------------------------
 
 
-def _count_as_float(count: Count) -> Tensor:
+def _count_as_float(count: _Count) -> Tensor:
     """Convert a count to the widest float dtype of its device. shape=()."""
     tensor = torch.as_tensor(count)
     return tensor.to(torch.float32 if tensor.device.type == "mps" else torch.float64)

@@ -8,12 +8,11 @@ both) is never the best value and counts as no improvement.
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 from .errors import ConfigError
-from .state import check_choice, check_count, check_range, whole
+from .state import base_name, check_choice, check_count, check_range, whole
 
 Mode: TypeAlias = Literal["min", "max"]
 
@@ -143,7 +142,7 @@ def default_mode(monitor: str) -> Mode:
         >>> default_mode("val_loss")
         'min'
     """
-    if re.sub(r"(\[\w+\])+$", "", monitor.lower()).endswith(("loss", "error", "perplexity")):
+    if base_name(monitor.lower()).endswith(("loss", "error", "perplexity")):
         return "min"
     raise ConfigError(
         f"monitor={monitor!r} does not say whether small or large values are good",

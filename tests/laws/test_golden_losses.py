@@ -312,6 +312,7 @@ EAGER = [
 ]
 COMPILED = [
     *((name, "plain", "compiled") for name in CASES),
+    *((name, "plain", "compiled donated") for name in CASES),  # the graph of the line above, and its code
     *((name, "accumulated", "compiled donated") for name in CASES),
     *((name, "fp16", "compiled donated") for name in IN_HALF),
     *((name, "own compiled", "compiled donated") for name in PAIRS),

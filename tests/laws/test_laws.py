@@ -25,7 +25,7 @@ import purestep as ps
 from purestep import ema, metrics, optim, scaler, schedules, tree
 from purestep.errors import StepContractError
 from purestep.optim import Transform
-from purestep.state.packed import layout, pack, unpack
+from purestep.state.packed import pack, packing, unpack
 from purestep.torch_ext import tracing
 from purestep.types import Mean, Params, Program, TrainState
 
@@ -256,7 +256,7 @@ def test_the_law_of_updates_catches_a_momentum_that_is_written_in_place() -> Non
 def packs(tx: Transform, params: Params, grads: Params) -> None:
     """An elementwise transform computes the same numbers on flat buffers; packing and unpacking lose nothing."""
     assert tx.elementwise
-    form = layout(params, tx.labels(params))
+    form = packing(params, tx.labels(params))
     state = _as_state(params, tx.init(params))
     assert_trees_close(unpack(form, pack(form, state)), state, exact=True)
     for _ in range(3):

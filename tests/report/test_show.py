@@ -166,13 +166,15 @@ def test_damage_is_named(ended: Path, tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_rows_that_are_being_written(ended: Path, tmp_path: Path):
     run = copied(ended, tmp_path / "run")
-    for name, cut in (("training_history.json", 20), ("metrics.jsonl", 30)):
-        text = (run / name).read_text()
-        (run / name).write_text(text[:-cut])
+    lines, history = ((run / name).read_text() for name in ("metrics.jsonl", "training_history.json"))
+    (run / "metrics.jsonl").write_text(lines[:-30])
     found = read_run(run)
-    assert (len(found.history), len(found.lines), found.problems) == (3, 6, [])  # the snapshot has the whole history
-    (run / "training_history.json").write_text("nonsense")
-    assert "not a list of rows" in read_run(run).problems[0]
+    assert (len(found.history), len(found.lines), found.problems) == (3, 6, [])
+    for damaged in (history[:-20], "nonsense"):  # the sink writes the whole file, and renames it
+        (run / "training_history.json").write_text(damaged)
+        found = read_run(run)
+        assert len(found.history) == 3  # of the snapshot
+        assert "not a list of rows" in found.problems[0]
 
 
 def test_a_history_in_a_snapshot_and_rows_as_csv(tmp_path: Path):

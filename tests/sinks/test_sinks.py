@@ -25,7 +25,17 @@ import torch
 import purestep as ps
 from purestep.errors import WriteFailed
 from purestep.events import EpochEnd, EvalEnd, Event, FitEnd, FitStart, Logged, Position, Saved, StepEnd
-from purestep.sinks import ProgressBar, csv, default_sinks, guarded, history_json, jsonl, progress, tensorboard
+from purestep.sinks import (
+    ProgressBar,
+    csv,
+    default_sinks,
+    guarded,
+    history_json,
+    jsonl,
+    progress,
+    row_files,
+    tensorboard,
+)
 
 STATE = torch.zeros(1)
 
@@ -523,6 +533,23 @@ def test_rows_by_step(tmp_path: Path, make: Callable[..., Any], read: Callable[.
 
 
 @FORMATS
+def test_rows_of_a_file_are_read_by_the_sinks_that_write_them(
+    tmp_path: Path, make: Callable[..., Any], read: Callable[..., Any]
+):
+    sink = make(tmp_path / f"metrics.{make.__name__}")
+    for event in [start(), logged(2), logged(4, grad_norm=0.1 + 0.2), epoch_end(1, val_accuracy=1e-7)]:
+        sink(event)
+    text = sink.path.read_text()
+    sink.path.write_text(text + text.splitlines()[-1][:9])  # a row that is being written
+    rows = row_files.stored_rows(sink.path)
+    assert rows is not None
+    assert keys(rows) == [("step", 2), ("step", 4), ("epoch", 4)]
+    assert (rows[0].get("grad_norm"), rows[1]["grad_norm"], rows[2]["val_accuracy"]) == (None, 0.1 + 0.2, 1e-7)
+    sink(dataclasses.replace(start(updates=4, resumed=True), history={"epoch": [1]}))
+    assert sink.path.read_text() == text
+
+
+@FORMATS
 @pytest.mark.parametrize("torn", [False, True])
 def test_a_resumed_run_has_no_row_twice_and_misses_none(
     tmp_path: Path, make: Callable[..., Any], read: Callable[..., Any], torn: bool
@@ -787,7 +814,7 @@ def test_rows_are_not_dropped_and_files_are_waited_for(tmp_path: Path):
     slow, file = Slow(), Slow()
     file.writes_files = True  # type: ignore[attr-defined]
     for sink in (slow, file):
-        safe = guarded(sink, capacity=1, patience=0.05)
+        safe = guarded(sink, capacity=100 if sink is file else 1, patience=0.05)
         for event in [start(), *(event for n in range(1, 11) for event in (Saved(n, tmp_path), epoch_end(n)))]:
             safe(event)
         safe.close()

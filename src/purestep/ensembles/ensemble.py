@@ -17,13 +17,12 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from .. import ema as ema_
 from .. import optim, rng, tree
 from ..analysis import plain_functions
 from ..errors import ConfigError, DataError, PurestepError, StateError, StepContractError
 from ..metrics import Gathered
 from ..model import functional
-from ..state import check_choice, check_count, known_keywords, stacked
+from ..state import check_choice, check_count, known_keywords, stacked, views
 from ..step import Adding, Closing, static_of
 from ..torch_ext import draws, tracing
 from ..types import Batch, Empty, Mean, Metrics, Params, Program, Static, Steps, TrainState, Tree
@@ -105,7 +104,7 @@ def ensemble(program: Program, members: int, *, batches: Literal["shared", "own"
         return _by_member(
             mapped(
                 lambda one, rows: evaluate(one, rows, *context, index=index),
-                ema_.for_evaluation(ema_.to_evaluate(mapped.plain(state))),
+                views.for_evaluation(views.to_evaluate(mapped.plain(state))),
                 batch,
                 name="eval",
                 index=index,
@@ -118,7 +117,7 @@ def ensemble(program: Program, members: int, *, batches: Literal["shared", "own"
         """Return a callable with the weights of all members; its outputs have a leading dimension for them."""
         assert base.bind is not None
         bound, plain = base.bind, mapped.plain(state)
-        chosen = ema_.for_evaluation(ema_.view(plain, "params" if train and view is None else view))
+        chosen = views.for_evaluation(views.view(plain, "params" if train and view is None else view))
 
         def predict(*args: Any, **kwargs: Any) -> Any:
             return mapped.shared(lambda one, _: bound(one, "params", train)(*args, **kwargs), chosen, where="bind")

@@ -172,11 +172,7 @@ def explain(
         feed: the source of the batches.
     """
     if meshes.current_mesh() is not None:
-        place = ""
-        if window:
-            last = window[-1][0]
-            place = f"epoch {last.epoch + 1}" + (f", batch {last.batch + 1}" if last.batch >= 0 else "")
-        return explain_from(error, processes.gathered(_bad_in(window)), place)
+        return explain_from(error, processes.gathered(_bad_in(window)), window[-1][0].place if window else "")
     held = [(index, *one) for index, one in enumerate(window) if one[1] is not None]
     if not isinstance(frozen, TrainState) or not held or error.step is None:
         return error
@@ -260,7 +256,7 @@ def _explained(
     explained = _like(
         error,
         f"{_FINITE if is_finite else 'the loss or a gradient is not finite'} at call {call.number}: {shown}",
-        where=f"epoch {call.epoch + 1}, batch {call.batch + 1}{listed}",
+        where=f"{call.place}{listed}",
         hint=_FINITE_CURE if is_finite else CURE,
     )
     explained.step, explained.loss, explained.items = call.number, found.loss, items

@@ -10,6 +10,7 @@ import csv as csv_format
 import io
 import json
 from abc import abstractmethod
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any, cast
@@ -29,9 +30,10 @@ class RowFile(OutputFile):
 
     wants = (FitStart, Logged, EpochEnd)
 
+    @staticmethod
     @abstractmethod
-    def _parse(self, text: str) -> list[Row]:
-        """Return the complete rows of a file."""
+    def _parse(text: str) -> Iterator[Row]:
+        """Yield the complete rows of a text."""
 
     @abstractmethod
     def _text(self, rows: list[Row]) -> str:
@@ -78,26 +80,22 @@ class RowFile(OutputFile):
                 raise
 
     def _read(self) -> list[Row]:
-        if not self.path.exists():
-            return []
-        rows = self._parse(self.path.read_text(encoding="utf-8", errors="replace"))
-        return [row for row in rows if isinstance(row.get("step"), int) and isinstance(row.get("kind"), str)]
+        return _rows(self.path, self._parse) if self.path.exists() else []
 
     def _write(self, rows: list[Row]) -> None:
         write_bytes(self.path, self._text(rows).encode())
 
 
 class _JsonLines(RowFile):
-    def _parse(self, text: str) -> list[Row]:
-        rows: list[Row] = []
+    @staticmethod
+    def _parse(text: str) -> Iterator[Row]:
         for line in text.splitlines():
             try:
                 row = json.loads(line)
             except ValueError:
-                continue  # part of a row, from a killed run
+                continue  # part of a row: it is being written, or the run was killed
             if isinstance(row, dict):
-                rows.append(cast(Row, row))
-        return rows
+                yield cast(Row, row)
 
     def _text(self, rows: list[Row]) -> str:
         return "".join(map(self._line, rows))
@@ -109,13 +107,11 @@ class _JsonLines(RowFile):
 class _Csv(RowFile):
     _columns: tuple[str, ...] = ()
 
-    def _parse(self, text: str) -> list[Row]:
-        rows: list[Row] = []
+    @staticmethod
+    def _parse(text: str) -> Iterator[Row]:
         for row in csv_format.DictReader(io.StringIO(text)):
-            whole = None not in row and None not in row.values()
-            if whole and all(row.get(key, "").isdecimal() for key in ("step", "epoch")):
-                rows.append({**row, "step": int(row["step"]), "epoch": int(row["epoch"])})
-        return rows
+            if None not in row and None not in row.values():  # else it is part of a row
+                yield {name: _value(cell) for name, cell in row.items()}
 
     def _text(self, rows: list[Row]) -> str:
         self._columns = tuple(dict.fromkeys(["kind", "step", "epoch", *(key for row in rows for key in row)]))
@@ -126,6 +122,34 @@ class _Csv(RowFile):
 
     def _cells(self, row: Row) -> str:
         return _joined(["" if row.get(key) is None else row[key] for key in self._columns])
+
+
+def stored_rows(path: Path) -> list[Row] | None:
+    """Return the rows of a file of `csv` or `jsonl`, which may be written meanwhile; None for a file of another kind.
+
+    Raises:
+        OSError, ValueError: the file cannot be read.
+    """
+    kind = {".csv": _Csv, ".jsonl": _JsonLines}.get(path.suffix)
+    return None if kind is None else _rows(path, kind._parse)
+
+
+def _rows(path: Path, parse: Callable[[str], Iterator[Row]]) -> list[Row]:
+    text = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        return [row for row in parse(text) if type(row.get("step")) is int and isinstance(row.get("kind"), str)]
+    except csv_format.Error as error:
+        raise ValueError(f"no CSV: {error}") from error
+
+
+def _value(cell: str) -> Any:
+    """The value of a cell: a number if it is one, None if it is empty."""
+    for kind in (int, float):
+        try:
+            return kind(cell)
+        except ValueError:
+            continue
+    return cell or None
 
 
 def _joined(cells: list[Any]) -> str:

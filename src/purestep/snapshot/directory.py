@@ -160,7 +160,7 @@ def names_aside(root: Path, ending: str) -> list[str]:
     return sorted(name for name in os.listdir(root) if is_step(name.split(".")[0]) and name.split(".")[1:2] == [ending])
 
 
-def skip_damaged(root: Path, damaged: Mapping[int, Corrupt], used: int, *, rename: bool) -> None:
+def pass_over(root: Path, damaged: Mapping[int, Corrupt], used: int, *, rename: bool) -> None:
     """Warn that newer steps are damaged; with ``rename``, rename them to ``<step>.corrupt``."""
     lines = [f"  {step}: {error}" for step, error in damaged.items()]
     if rename:

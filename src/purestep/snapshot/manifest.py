@@ -23,13 +23,12 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, cast
 
 import numpy as np
 from pydantic import BaseModel, Field, ValidationError, model_validator
-from torch import Tensor
 
 from ..errors import Corrupt, Mismatch, SnapshotError
 from ..state import nearest
@@ -146,23 +145,14 @@ class Manifest(BaseModel, frozen=True):
 # --- leaves -------------------------------------------------------------------------------------------------------
 
 
-def describe(leaves: Iterable[tuple[str, Any]]) -> dict[str, Leaf]:
-    """A `Leaf` for each leaf of a tree.
-
-    Raises:
-        StateError: a leaf cannot be stored.
-        SnapshotError: two leaves have one path.
-    """
-    found: dict[str, Leaf] = {}
-    for path, leaf in leaves:
-        staging.check(path, leaf)
-        if path in found:
-            raise SnapshotError("two leaves have this path", where=path, hint="use keys without '/', all of one type")
-        if isinstance(leaf, Tensor):
-            found[path] = Leaf(staging.NAMES[leaf.dtype], tuple(leaf.shape))
-        else:
-            found[path] = Leaf(f"python.{type(leaf).__name__}", (), value=leaf)
-    return found
+def describe(kinds: Mapping[str, staging.Kind]) -> dict[str, Leaf]:
+    """A `Leaf` for each leaf of a tree."""
+    return {
+        path: Leaf(staging.NAMES[kind[0]], tuple(kind[1]))
+        if isinstance(kind, tuple)
+        else Leaf(f"python.{type(kind).__name__}", (), value=kind)
+        for path, kind in kinds.items()
+    }
 
 
 _WHOLE = 'pass a template like the saved state; for its weights alone, call restore(template, only="params")'

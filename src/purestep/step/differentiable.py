@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .. import precision as precision_
 from .. import tree
 from ..errors import ConfigError, StateError
 from ..model import functional
@@ -74,8 +73,8 @@ def parts_of(spec: Spec, with_gradients: Callable[[Callable[..., Micro]], Progra
         device = state.step.device
         bound = functional.bind(spec.template, params, state.frozen, state.buffers, train=train, kind=kind)
         bound.values = spec.values_at(state)
-        with precision_.autocast(spec.policy, device):
-            found = spec.objective(bound, precision_.cast(spec.policy, tree.dicts(batch)), *context)
+        with spec.policy.autocast(device):
+            found = spec.objective(bound, spec.policy.cast(tree.dicts(batch)), *context)
         found = check_loss(found, device, train=True)
         return found._replace(weight=found.weight.detach(), metrics=tree.detach(found.metrics)), bound
 

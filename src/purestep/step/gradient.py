@@ -10,7 +10,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from .. import precision as precision_
 from .. import tree
 from ..errors import StepContractError
 from ..metrics import mean as means
@@ -42,8 +41,8 @@ def _forward(
 
     def forward(bound: functional.Bound) -> tuple[Tensor, tuple[Loss, Params]]:
         bound.values = values
-        with precision_.autocast(spec.policy, device):
-            loss = check_loss(spec.objective(bound, precision_.cast(spec.policy, rows), *context), device, train=True)
+        with spec.policy.autocast(device):
+            loss = check_loss(spec.objective(bound, spec.policy.cast(rows), *context), device, train=True)
             loss = counted(loss, counts)
         check_connected(loss.mean)
         scaled = loss.mean if scale is None else loss.mean * scale

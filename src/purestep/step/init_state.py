@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from .. import precision as precision_
 from .. import rng
 from ..errors import StateError
 from ..model import functional
+from ..state import usable_device
 from ..types import Empty, Params, TrainState, Tree
 from .spec import Accum, Spec, wide
 
@@ -36,7 +36,7 @@ def init_of(spec: Spec, module: nn.Module, own: nn.Module | None) -> Callable[..
         _check_names(names, set(found))
         target = _target(module, device)
         if target.type != "meta":
-            precision_.check(spec.policy, target)
+            spec.policy.check(target)
         # By the names of the program, not by the module's `requires_grad` of today: another program may have set that.
         params, frozen, buffers = (
             _place({name: found[name] for name in of}, target, spec.policy.weights)
@@ -73,7 +73,7 @@ def _check_names(names: functional.Names, found: set[str]) -> None:
 
 def _target(module: nn.Module, device: torch.device | str | None) -> torch.device:
     if device is not None:
-        return precision_.usable(device)
+        return usable_device(device)
     found = {parameter.device for parameter in module.parameters()}
     if len(found) > 1:
         raise StateError(

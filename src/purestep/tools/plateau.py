@@ -12,9 +12,8 @@ from .. import stopping
 from ..compile import states
 from ..errors import ConfigError, StateError
 from ..events import EpochEnd, Event, FitEnd, FitStart
-from ..loop import metric_queue
 from ..optim import hyperparameters
-from ..state import nearest, stacked
+from ..state import entry_place, nearest, stacked
 from ..types import TrainState
 
 _log = logging.getLogger("purestep")
@@ -125,8 +124,8 @@ class ReduceOnPlateau:
 
     def _reduced(self, state: TrainState, ratio: float) -> TrainState:
         found = hyperparameters.injected(state.opt_state)
-        entry = self.monitor.removeprefix(metric_queue.base_name(self.monitor))
-        member = int(entry[1:].partition("]")[0]) if entry and stacked.size(state) else None
+        place = entry_place(self.monitor)
+        member = place[0] if place and stacked.size(state) else None
         values = {name: _scaled(found[name], ratio, member) for name in self._names(state)}
         told = (
             f"{name} is now {', '.join(f'{n:g}' for n in new.reshape(-1).tolist())}" for name, new in values.items()

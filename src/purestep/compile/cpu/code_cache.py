@@ -120,8 +120,8 @@ def _digest(entry: Path, facts: Sequence[Any]) -> str:
 def is_own(path: Path) -> bool:
     """True if a file or directory, not a link, belongs to this user or root, and nobody else may write it."""
     found = path.lstat()
-    plain = stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)
-    return plain and found.st_uid in (0, os.getuid()) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    has_content = stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)
+    return has_content and found.st_uid in (0, os.getuid()) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _shared() -> Path:
