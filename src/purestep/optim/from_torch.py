@@ -55,9 +55,9 @@ def from_torch(optimizer: type[torch.optim.Optimizer], *, lr: Rate | None = None
         kwargs: further arguments of the class.
 
     Raises:
-        ConfigError: the optimizer needs a closure (see `lbfgs`) or sparse gradients; its state of a parameter is not tensors and
-            numbers under fixed keys, or it keeps state elsewhere (in its parameter group, on itself); the rate is out
-            of range; when compiling, the optimizer cannot be traced.
+        ConfigError: the optimizer needs a closure (see `lbfgs`) or sparse gradients; its state of a parameter is not
+            tensors and numbers under fixed keys, or it keeps state elsewhere (in its parameter group, on itself); the
+            rate is out of range; when compiling, the optimizer cannot be traced.
         StateError: at update, the keys or shapes of the optimizer's state have changed.
         StepContractError: at update, if called inside of a transform of `torch.func`.
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ..errors import StepContractError
-from ..state import check_choice, known_keywords
+from ..state import at_least, check_choice, known_keywords
 from ..torch_ext import complex_numbers, tracing
 from ..types import Params
-from .arguments import NonNegativeFloat, Rate, at_least
+from .arguments import NonNegativeFloat, Rate
 from .base import Transform, ValueAndGrad
 from .counts import zero_count
 from .numerics import rate_at
