@@ -96,6 +96,7 @@ class StepEnd:
         epoch: completed epochs: 0 in the first one.
         batch_index: the number of the batch in its epoch, from 0.
         updates: optimizer updates, including those whose metrics have not arrived, which the step may have refused.
+        outputs: `Loss.outputs` of this call, on the device; the run does not keep them.
     """
 
     state: Tree
@@ -104,6 +105,7 @@ class StepEnd:
     epoch: int
     batch_index: int
     updates: int
+    outputs: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 class Histogram(NamedTuple):
