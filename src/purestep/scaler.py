@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .state import check_count, check_range, known_keywords
+from .errors import ConfigError
+from .state import at_least, in_range, known_keywords
 from .types import Empty, Tree
 
 
@@ -53,12 +54,12 @@ def none() -> Scaler:
 
 @known_keywords
 def dynamic(
-    init_scale: float = 2.0**16,
+    init_scale: Annotated[float, in_range(0.0)] = 2.0**16,
     *,
-    growth_factor: float = 2.0,
-    backoff_factor: float = 0.5,
-    growth_interval: int = 2000,
-    min_scale: float = 2.0**-14,
+    growth_factor: Annotated[float, in_range(1.0)] = 2.0,
+    backoff_factor: Annotated[float, in_range(0.0, 1.0)] = 0.5,
+    growth_interval: Annotated[int, at_least(1)] = 2000,
+    min_scale: Annotated[float, in_range(0.0, ends="[)")] = 2.0**-14,
 ) -> Scaler:
     """Multiply the loss by a scale that halves when a gradient overflows and doubles after many finite updates.
 
@@ -84,11 +85,9 @@ def dynamic(
         >>> state.scale.item()
         4.0
     """
-    check_range("scaler", 0, ends="()", cure="65536.0 is the default", init_scale=init_scale)
-    check_range("scaler", 1, ends="()", cure="2.0 is the default", growth_factor=growth_factor)
-    check_range("scaler", 0, 1, ends="()", cure="0.5 is the default", backoff_factor=backoff_factor)
-    check_count("scaler", least=1, cure="2000 is the default", growth_interval=growth_interval)
-    check_range("scaler", 0, init_scale, ends="[]", cure="at most init_scale", min_scale=min_scale)
+    if min_scale > init_scale:
+        what = f"min_scale={min_scale} is more than init_scale={init_scale}"
+        raise ConfigError(what, where="dynamic", hint=f"min_scale={init_scale}")
 
     def init(device: torch.device) -> ScalerState:
         scale = torch.tensor(init_scale, dtype=torch.float32, device=device)

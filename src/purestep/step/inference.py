@@ -7,12 +7,10 @@ from typing import Any
 
 import torch
 
-from .. import ema as ema_
-from .. import precision as precision_
 from .. import rng, tree
 from ..errors import StepContractError
 from ..model import functional
-from ..state import stacked
+from ..state import stacked, views
 from ..torch_ext import tracing
 from ..types import Batch, Loss, Mean, Metrics, TrainState
 from .loss_checks import check_loss, counted, like_loss, rows_of
@@ -32,11 +30,11 @@ def eval_step_of(spec: Spec) -> Callable[..., Metrics]:
         rows, counts = rows_of(batch)
 
         def evaluate() -> Loss:
-            chosen = ema_.to_evaluate(state)
+            chosen = views.to_evaluate(state)
             bound = functional.bind(spec.template, chosen.params, chosen.frozen, chosen.buffers, train=False)
             bound.values = spec.values_at(state)
-            with precision_.autocast(spec.policy, state.step.device):
-                found = spec.objective(bound, precision_.cast(spec.policy, tree.dicts(rows)), *context)
+            with spec.policy.autocast(state.step.device):
+                found = spec.objective(bound, spec.policy.cast(tree.dicts(rows)), *context)
             return counted(check_loss(found, state.step.device, train=False), counts)
 
         try:
@@ -78,12 +76,12 @@ def bind_of(spec: Spec) -> Callable[..., functional.Inference]:
                 pass: bind a program of the model without it (same names), or compute the loss in an objective.
         """
         stacked.check_single(state, where="bind")
-        chosen = ema_.view(state, "params" if train and view is None else view)
+        chosen = views.view(state, "params" if train and view is None else view)
 
         def run(method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             bound = functional.bind(spec.template, chosen.params, chosen.frozen, chosen.buffers, train=train)
-            args, kwargs = precision_.cast(spec.policy, (args, kwargs))
-            with torch.set_grad_enabled(train), precision_.autocast(spec.policy, chosen.step.device):
+            args, kwargs = spec.policy.cast((args, kwargs))
+            with torch.set_grad_enabled(train), spec.policy.autocast(chosen.step.device):
                 return bound.call(method, *args, **kwargs)
 
         return functional.Inference(run)
