@@ -700,7 +700,7 @@ def test_a_position_survives_prefetching():
     batches = feed.epoch(0)
     for _ in range(4):
         next(batches)
-    assert state_json.decode(feed.to_store(0, 2)["state"])["place"] == 2
+    assert state_json.decode(feed.to_store(0, 2)["state"], where="train")["place"] == 2
     with pytest.raises(DataError, match="the state after batch 9 of epoch 1"):
         feed.to_store(0, 9)
 
@@ -810,7 +810,7 @@ def test_an_iterable_dataset_with_a_state_is_resumed_by_it():
     ],
 )
 def test_a_state_survives_json(value: Any):
-    again = state_json.decode(json.loads(json.dumps(state_json.encode(value))))
+    again = state_json.decode(json.loads(json.dumps(state_json.encode(value))), where="train")
     assert str(again) == str(value)
     assert type(again) is type(value)
 
@@ -838,8 +838,8 @@ TENSOR = state_json.encode(torch.ones(2))
     ids=str,
 )
 def test_a_stored_state_that_is_damaged_is_named(value: Any):
-    with pytest.raises(DataError, match="its stored state is damaged"):
-        state_json.decode(value)
+    with pytest.raises(DataError, match="train: the stored state of the loader is damaged"):
+        state_json.decode(value, where="train")
 
 
 def test_a_one_shot_iterator_is_good_for_one_epoch():

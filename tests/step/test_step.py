@@ -1695,3 +1695,33 @@ def test_metrics_have_the_dtype_of_the_loss(precision: str, accumulate: int) -> 
     if wide:
         assert abs(float(epoch["loss"]) - expected) < 1e-15
         assert abs(ps.evaluate(state, [batch], chosen.eval_step)["own"] - expected) < 1e-15
+
+
+# --- derivatives by the inputs ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_an_evaluation_of_a_derivative_by_the_inputs_names_its_cure(is_compiled: bool) -> None:
+    def residual(model: Any, x: Tensor) -> ps.Loss:
+        x = x.detach().requires_grad_()
+        y = model(x)
+        (slope,) = torch.autograd.grad(y, x, torch.ones_like(y), create_graph=True)
+        return ps.Loss((slope - y).square().mean(), len(x))
+
+    def enabled(model: Any, x: Tensor) -> ps.Loss:
+        with torch.enable_grad():
+            return residual(model, x)
+
+    net, x = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)), torch.rand(8, 1)
+
+    def evaluated(objective: Any) -> float:
+        chosen = ps.program(net, objective, ps.optim.sgd(0.1))
+        chosen = ps.compile_program(chosen, backend="aot_eager") if is_compiled else chosen
+        assert chosen.init is not None
+        assert chosen.eval_step is not None
+        return float(chosen.eval_step(chosen.init(), x)["loss"])
+
+    with pytest.raises(StepContractError, match=r"follows no gradients .*with torch\.enable_grad\(\):"):
+        evaluated(residual)
+    expected = float(ps.program(net, residual, ps.optim.sgd(0.1)).train_step(program(net).init(), x)[1]["loss"])
+    assert abs(evaluated(enabled) - expected) < 1e-6

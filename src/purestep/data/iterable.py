@@ -290,7 +290,7 @@ class StatefulFeed(Feed):
     def restore(self, stored: Mapping[str, Any]) -> None:
         super().restore(stored)
         self._places.clear()
-        self._restored = _Place(state_json.decode(stored["state"]), stored["ended"], stored["left"])
+        self._restored = _Place(state_json.decode(stored["state"], where=self.name), stored["ended"], stored["left"])
 
     def stopped_early(self, epoch: int, consumed: int) -> None:
         place = self._places.get((epoch, consumed), self._restored)

@@ -71,7 +71,7 @@ def write_failed(path: Path | str, error: BaseException, *, size: int | None = N
         errno.EEXIST: "pass the path of a directory, not of a file",
     }.get(code or 0, "")
     amount = f" ({size:,} bytes)" if size is not None else ""
-    failed = WriteFailed(f"the file could not be written{amount}: {reason}", where=str(path), hint=hint)
+    failed = WriteFailed(f"could not be written{amount}: {reason}", where=str(path), hint=hint)
     failed.errno = code
     return failed
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import DataError, StepContractError
 from ..metrics import Gathered
-from ..metrics.mean import at_least_float32
+from ..metrics import mean as means
 from ..types import Mean
 
 
@@ -30,7 +30,7 @@ def mean_of(name: str, value: Any, targets: Any, inputs: Any = None) -> Any:
     if len(parts) == 2 and not any(part is None or isinstance(part, str | dict) for part in parts):
         total, weight = parts
         like = total if isinstance(total, Tensor) else torch.as_tensor(total, dtype=torch.float32)
-        sums = at_least_float32(like.detach())
+        sums = means.at_least_float32(like.detach())
         return Mean(sums, torch.as_tensor(weight, dtype=sums.dtype, device=sums.device).detach())
     if not isinstance(value, Tensor) or value.dim() != 0:
         raise StepContractError(
@@ -39,7 +39,7 @@ def mean_of(name: str, value: Any, targets: Any, inputs: Any = None) -> Any:
             hint="return a Mean, a (total, weight) pair or a 0-d tensor",
         )
     size = leading(targets, inputs)
-    mean = at_least_float32(value.detach())
+    mean = means.at_least_float32(value.detach())
     return Mean(mean * size, torch.full_like(mean, size))
 
 

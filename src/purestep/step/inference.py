@@ -43,16 +43,20 @@ def eval_step_of(spec: Spec) -> Callable[..., Metrics]:
         except RuntimeError as error:
             if "does not require grad" not in str(error):
                 raise
-            raise StepContractError(
-                "the objective differentiates, and an evaluation follows no gradients",
-                where="objective",
-                hint="write `with torch.enable_grad():` around it, and x = x.detach().requires_grad_() inside",
-            ) from error
+            raise _without_gradients() from error
         weight = torch.where(loss.weight > 0, loss.weight, torch.zeros_like(loss.weight))
         total = torch.where(loss.weight > 0, loss.mean * weight, torch.zeros_like(loss.mean))
         return like_loss({**tree.detach(loss.metrics), "loss": Mean(total, weight)}, loss.mean)
 
     return eval_step
+
+
+def _without_gradients() -> StepContractError:
+    return StepContractError(
+        "the objective differentiates, and an evaluation follows no gradients",
+        where="objective",
+        hint="write `with torch.enable_grad():` around it, and x = x.detach().requires_grad_() inside",
+    )
 
 
 def _number(state: TrainState, index: int) -> int:
