@@ -190,7 +190,10 @@ def _history(directory: Path, newest: StoredStep | None, problems: list[str]) ->
     stored = _stored_history(directory, newest, problems)
     try:
         written = json_history.stored_history(directory / _HISTORY)
-    except OSError:
+    except FileNotFoundError:
+        return stored
+    except OSError as error:
+        problems.append(f"{directory / _HISTORY}: {error}")
         return stored
     if written is None:
         problems.append(f"{directory / _HISTORY}: not a list of rows")

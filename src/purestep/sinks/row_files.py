@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..events import EpochEnd, Event, FitStart, Logged
-from ..files import write_bytes
+from ..files import parsed_json, read_regular, regular, write_bytes
 from .json_history import Row
 from .output import OutputFile, finite
+
+_LARGEST = 1 << 27  # bytes of a file: a million rows
 
 
 class RowFile(OutputFile):
@@ -69,7 +71,7 @@ class RowFile(OutputFile):
             self._write([*self._read(), row])
             return
         data = line.encode()
-        with self.path.open("ab", buffering=0) as file:
+        with open(self.path, "ab", buffering=0, opener=regular) as file:
             size = file.tell()
             try:
                 if file.write(data) != len(data):
@@ -124,7 +126,7 @@ def stored_rows(path: Path) -> list[Row] | None:
 
 
 def _rows(path: Path, parse: Callable[[str], Iterator[Row]]) -> list[Row]:
-    text = path.read_text(encoding="utf-8", errors="replace")
+    text = read_regular(path, _LARGEST).decode(errors="replace")
     try:
         return [row for row in parse(text) if type(row.get("step")) is int and isinstance(row.get("kind"), str)]
     except csv_format.Error as error:
@@ -132,9 +134,9 @@ def _rows(path: Path, parse: Callable[[str], Iterator[Row]]) -> list[Row]:
 
 
 def _jsonl_rows(text: str) -> Iterator[Row]:
-    for line in text.splitlines():
+    for line in io.StringIO(text):
         try:
-            row = json.loads(line)
+            row = parsed_json(line)
         except ValueError:
             continue  # part of a row: it is being written, or the run was killed
         if isinstance(row, dict):
