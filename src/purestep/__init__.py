@@ -37,6 +37,7 @@ Every public name is listed in README.md beside this file.
 from __future__ import annotations
 
 import importlib as _importlib
+import logging as _logging
 import typing as _typing
 
 from . import ema as ema
@@ -69,6 +70,14 @@ from .types import Program as Program
 from .types import TrainState as TrainState
 
 __version__ = "0.1.0"
+
+
+def _cleaned(record: _logging.LogRecord) -> bool:
+    record.msg, record.args = errors.printable(record.getMessage()), ()
+    return True
+
+
+_logging.getLogger("purestep").addFilter(_cleaned)  # adding it twice has no effect
 
 if _typing.TYPE_CHECKING:
     from . import config as config

@@ -820,6 +820,28 @@ def test_a_state_that_is_no_json_is_refused_with_its_path():
         state_json.encode({"workers": [1, object()]}, where="val")
 
 
+TENSOR = state_json.encode(torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *({}, {"__purestep__": "call"}, {"__purestep__": "tuple"}, {"__purestep__": "dict", "items": [[[], 1]]}),
+        *(
+            TENSOR | {"dtype": "load"},
+            TENSOR | {"shape": [1 << 40]},
+            TENSOR | {"data": "%"},
+            TENSOR | {"dtype": "quint8"},
+        ),
+        {**TENSOR, "__purestep__": "array", "dtype": "O"},
+    ],
+    ids=str,
+)
+def test_a_stored_state_that_is_damaged_is_named(value: Any):
+    with pytest.raises(DataError, match="its stored state is damaged"):
+        state_json.decode(value)
+
+
 def test_a_one_shot_iterator_is_good_for_one_epoch():
     feed = open_feed(iter([1, 2]))
     assert values(feed, 0) == [1, 2]

@@ -146,7 +146,7 @@ IMPURE_MODULES = frozenset(
     subprocess tempfile threading time urllib""".split()
 )
 IMPURE_CALLS = {"breakpoint", "exec", "input", "open", "print"}
-AT_THE_COMPILER = ("compile/cpu/code_cache.py", "compile/cpu/cpp_library.py")
+AT_THE_COMPILER = ("compile/code_directory.py", "compile/cpu/code_cache.py", "compile/cpu/cpp_library.py")
 """They read and write the compiler's files: its settings, its cache directory, our C++."""
 ALLOWED = (
     ("torch_ext/host_generators.py", "random"),

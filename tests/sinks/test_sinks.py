@@ -489,6 +489,34 @@ def test_a_link_of_the_system_to_an_open_file_is_refused(tmp_path: Path, make: C
             make(link)
 
 
+@pytest.mark.parametrize("make", [csv, jsonl, history_json])
+def test_a_link_is_refused(tmp_path: Path, make: Callable[..., Any]):
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / "rows").symlink_to(tmp_path / "victim")
+    with pytest.raises(WriteFailed, match="is a link, and a sink writes a regular file"):
+        make(tmp_path / "rows")
+
+
+@pytest.mark.parametrize("make", [csv, jsonl])
+def test_a_file_that_becomes_a_link_is_not_written_through(tmp_path: Path, make: Callable[..., Any]):
+    sink = make(tmp_path / "rows")
+    event = Logged(0, 50, {"train_loss": 0.5}, steps_per_second=8.0, wait_fraction=0.25)
+    sink(event)
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / "rows").unlink()
+    (tmp_path / "rows").symlink_to(tmp_path / "victim")
+    with pytest.raises(OSError, match="is a link, which is not followed"):
+        sink(event)
+    assert (tmp_path / "victim").read_text() == "precious"
+
+
+def test_names_of_metrics_do_not_act_on_the_terminal():
+    stream = io.StringIO()
+    sink = progress(stream)
+    sink(EpochEnd(None, 1, 10, {"epoch": 1, "val_\x1b[2J": 0.5}, improved=True, stopping=None))
+    assert stream.getvalue() == "epoch 1  val_\\x1b[2J 0.500\n"
+
+
 def test_nothing_is_renamed_over_a_pipe(tmp_path: Path):
     path = tmp_path / "weights.pt"
     os.mkfifo(path)

@@ -18,6 +18,7 @@ from .. import data, tree
 from ..compile import is_state, states
 from ..diagnostics import Repeated, bad_leaves, purity, repeated, replay
 from ..errors import NonFiniteError, PurestepError
+from ..files import subdirectory
 from ..parallel import mesh as meshes
 from ..parallel import processes
 from ..snapshot import Snapshots
@@ -303,9 +304,9 @@ def write_replay_file(error: PurestepError, snapshots: Snapshots | None) -> None
     """Write state and batch of the error into a file in the snapshot directory. A failure to write is a warning."""
     if snapshots is None or not isinstance(error, NonFiniteError) or error.state is None:
         return
-    path = snapshots.directory / "nonfinite" / f"{error.step}.safetensors"
     notes = {"step": error.step, "where": error.where, "loss": error.loss, "leaves": list(error.leaves)[:100]}
     try:
+        path = subdirectory(snapshots.directory, "nonfinite") / f"{error.step}.safetensors"
         error.written(replay.write(path, error.state, error.batch, notes))
     except PurestepError as failed:
         _log.warning("state and batch were not written down: %s", failed)

@@ -15,6 +15,7 @@ mean             empty, merge, compute, JSON
 classification   accuracy, precision, recall, F1
 regression       absolute and squared errors
 gathered         metrics that need all outputs of an evaluation
+handed_out       values that a step hands out besides its metrics
 torchmetrics     objects of torchmetrics as pure functions
 """
 
@@ -28,6 +29,7 @@ from .classification import f1 as f1
 from .classification import precision as precision
 from .classification import recall as recall
 from .gathered import Gathered as Gathered
+from .handed_out import outputs as outputs
 from .mean import as_mean as as_mean
 from .mean import compute as compute
 from .mean import empty as empty

@@ -55,9 +55,9 @@ def from_torch(optimizer: type[torch.optim.Optimizer], *, lr: Rate | None = None
         kwargs: further arguments of the class.
 
     Raises:
-        ConfigError: the optimizer needs a closure or sparse gradients; its state of a parameter is not tensors and
-            numbers under fixed keys, or it keeps state elsewhere (in its parameter group, on itself); the rate is out
-            of range; when compiling, the optimizer cannot be traced.
+        ConfigError: the optimizer needs a closure (see `lbfgs`) or sparse gradients; its state of a parameter is not
+            tensors and numbers under fixed keys, or it keeps state elsewhere (in its parameter group, on itself); the
+            rate is out of range; when compiling, the optimizer cannot be traced.
         StateError: at update, the keys or shapes of the optimizer's state have changed.
         StepContractError: at update, if called inside of a transform of `torch.func`.
 
@@ -182,9 +182,8 @@ def _spec_of(optimizer: Any, lr: Rate | None, kwargs: dict[str, Any]) -> _Spec:
 def _check_supported(optimizer: type[torch.optim.Optimizer], where: str) -> None:
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ConfigError(
-            "its step needs a closure that evaluates the loss again", where=where, hint="optim.adamw(1e-3)"
-        )
+        cure = "optim.lbfgs(1.0)" if issubclass(optimizer, torch.optim.LBFGS) else "optim.adamw(1e-3)"
+        raise ConfigError("its step needs a closure that evaluates the loss again", where=where, hint=cure)
     if issubclass(optimizer, torch.optim.SparseAdam):
         hint = "optim.adam(1e-3), and torch.nn.Embedding(..., sparse=False)"
         raise ConfigError("it needs sparse gradients, but a pure step has dense gradients", where=where, hint=hint)

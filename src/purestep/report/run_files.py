@@ -6,6 +6,7 @@ import math
 import os
 import re
 import time
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -189,7 +190,10 @@ def _history(directory: Path, newest: StoredStep | None, problems: list[str]) ->
     stored = _stored_history(directory, newest, problems)
     try:
         written = json_history.stored_history(directory / _HISTORY)
-    except OSError:
+    except FileNotFoundError:
+        return stored
+    except OSError as error:
+        problems.append(f"{directory / _HISTORY}: {error}")
         return stored
     if written is None:
         problems.append(f"{directory / _HISTORY}: not a list of rows")
@@ -238,7 +242,7 @@ def _monitor(newest: StoredStep | None, info: RunInfo | None, history: list[Row]
         return None
 
 
-def _best(history: list[Row], monitor: tuple[str, str] | None) -> int | None:
+def _best(history: Sequence[Mapping[str, Any]], monitor: tuple[str, str] | None) -> int | None:
     if monitor is None:
         return None
     sign = 1.0 if monitor[1] == "min" else -1.0

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ..data import random_state
+from ..errors import printable
 from ..events import EpochEnd, Event, FitEnd, FitStart, Logged
 from ..state import vector_name
 
@@ -58,7 +59,7 @@ class ProgressBar:
         is_over = trains and place.epoch == start.epochs
         text = self._epoch(place.epoch + (not is_over)) if trains else place.loader
         numbers = "  ".join(_numbers(self._values, self._rate, prefix="train_", room=room))
-        return Place(text, (start.batches or 0) if is_over else place.batch, trains, numbers)
+        return Place(printable(text), (start.batches or 0) if is_over else place.batch, trains, printable(numbers))
 
     def _begin(self, event: FitStart) -> None:
         self._start = event
@@ -96,6 +97,7 @@ class ProgressBar:
 
     def _print(self, line: str) -> None:
         self._printed = time.monotonic()
+        line = printable(line)
         if self._bar is not None:
             self._bar.write(line)
         else:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 from ..events import EpochEnd, Event, FitEnd, FitStart
-from ..files import write_bytes
+from ..files import read_json, write_bytes
 from .output import OutputFile, finite
 
 Row: TypeAlias = dict[str, Any]
@@ -61,11 +61,11 @@ def stored_history(path: Path) -> list[Row] | None:
         OSError: the file cannot be read.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
+        found = read_json(path)
+    except ValueError:
         return None
-    rows = cast("list[Any]", found) if isinstance(found, list) else [None]
-    return rows if all(isinstance(row, dict) for row in rows) else None
+    is_history = isinstance(found, list) and all(isinstance(row, dict) for row in cast("list[Any]", found))
+    return cast("list[Row]", found) if is_history else None
 
 
 def history_json(path: Path | str) -> History:

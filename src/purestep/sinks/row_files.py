@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..events import EpochEnd, Event, FitStart, Logged
-from ..files import write_bytes
+from ..files import parsed_json, read_regular, regular, write_bytes
 from .json_history import Row
 from .output import OutputFile, finite
+
+_LARGEST = 1 << 27  # bytes of a file: a million rows
 
 
 class RowFile(OutputFile):
@@ -30,9 +32,8 @@ class RowFile(OutputFile):
 
     wants = (FitStart, Logged, EpochEnd)
 
-    @staticmethod
     @abstractmethod
-    def _parse(text: str) -> Iterator[Row]:
+    def _parse(self, text: str) -> Iterator[Row]:
         """Yield the complete rows of a text."""
 
     @abstractmethod
@@ -70,7 +71,7 @@ class RowFile(OutputFile):
             self._write([*self._read(), row])
             return
         data = line.encode()
-        with self.path.open("ab", buffering=0) as file:
+        with open(self.path, "ab", buffering=0, opener=regular) as file:
             size = file.tell()
             try:
                 if file.write(data) != len(data):
@@ -87,15 +88,8 @@ class RowFile(OutputFile):
 
 
 class _JsonLines(RowFile):
-    @staticmethod
-    def _parse(text: str) -> Iterator[Row]:
-        for line in text.splitlines():
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue  # part of a row: it is being written, or the run was killed
-            if isinstance(row, dict):
-                yield cast(Row, row)
+    def _parse(self, text: str) -> Iterator[Row]:
+        return _jsonl_rows(text)
 
     def _text(self, rows: list[Row]) -> str:
         return "".join(map(self._line, rows))
@@ -107,11 +101,8 @@ class _JsonLines(RowFile):
 class _Csv(RowFile):
     _columns: tuple[str, ...] = ()
 
-    @staticmethod
-    def _parse(text: str) -> Iterator[Row]:
-        for row in csv_format.DictReader(io.StringIO(text)):
-            if None not in row and None not in row.values():  # else it is part of a row
-                yield {name: _value(cell) for name, cell in row.items()}
+    def _parse(self, text: str) -> Iterator[Row]:
+        return _csv_rows(text)
 
     def _text(self, rows: list[Row]) -> str:
         self._columns = tuple(dict.fromkeys(["kind", "step", "epoch", *(key for row in rows for key in row)]))
@@ -130,16 +121,32 @@ def stored_rows(path: Path) -> list[Row] | None:
     Raises:
         OSError, ValueError: the file cannot be read.
     """
-    kind = {".csv": _Csv, ".jsonl": _JsonLines}.get(path.suffix)
-    return None if kind is None else _rows(path, kind._parse)
+    parse = {".csv": _csv_rows, ".jsonl": _jsonl_rows}.get(path.suffix)
+    return None if parse is None else _rows(path, parse)
 
 
 def _rows(path: Path, parse: Callable[[str], Iterator[Row]]) -> list[Row]:
-    text = path.read_text(encoding="utf-8", errors="replace")
+    text = read_regular(path, _LARGEST).decode(errors="replace")
     try:
         return [row for row in parse(text) if type(row.get("step")) is int and isinstance(row.get("kind"), str)]
     except csv_format.Error as error:
         raise ValueError(f"no CSV: {error}") from error
+
+
+def _jsonl_rows(text: str) -> Iterator[Row]:
+    for line in io.StringIO(text):
+        try:
+            row = parsed_json(line)
+        except ValueError:
+            continue  # part of a row: it is being written, or the run was killed
+        if isinstance(row, dict):
+            yield cast(Row, row)
+
+
+def _csv_rows(text: str) -> Iterator[Row]:
+    for row in csv_format.DictReader(io.StringIO(text)):
+        if None not in row and None not in row.values():  # else it is part of a row
+            yield {name: _value(cell) for name, cell in row.items()}
 
 
 def _value(cell: str) -> Any:

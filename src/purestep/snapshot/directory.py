@@ -11,6 +11,7 @@ import math
 import operator
 import os
 import shutil
+import tempfile
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -225,9 +226,7 @@ def probe(root: Path) -> None:
     Raises:
         WriteFailed: the directory cannot be written to.
     """
-    folder = root / f".tmp-probe-{os.getpid()}"
     try:
-        folder.mkdir(exist_ok=True)
-        folder.rmdir()
+        os.rmdir(tempfile.mkdtemp(prefix=".tmp-probe-", dir=root))
     except OSError as error:
         raise write_failed(root, error) from error

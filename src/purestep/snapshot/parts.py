@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .. import tree
 from ..errors import RankError, WriteFailed
-from ..files import read_json
+from ..files import read_json, regular
 from ..parallel import collectives, placement
 from ..parallel import mesh as meshes
 from ..types import TrainState, Tree
@@ -175,13 +175,13 @@ class PartReport:
     def open(self) -> None:
         """Create the pending report. Every process may wait for it afterwards."""
         self.remove()
-        self._pending.touch()
+        open(self._pending, "xb", opener=regular).close()
 
     def done(self, value: Any = None) -> None:
         """Report a JSON value. None deletes the report, which means success too."""
         if value is None:
             return self._pending.unlink()
-        with open(self._pending, "w", encoding="utf-8") as file:
+        with open(self._pending, "w", encoding="utf-8", opener=regular) as file:
             json.dump(value, file)
             file.flush()
             os.fsync(file.fileno())
@@ -189,9 +189,8 @@ class PartReport:
 
     def fail(self, error: WriteFailed) -> None:
         """Report an error. On a full disk its text is lost."""
-        with suppress(OSError):
-            text = json.dumps([error.what, error.where, error.hint, error.errno])
-            self._pending.write_text(text, encoding="utf-8")
+        with suppress(OSError), open(self._pending, "w", encoding="utf-8", opener=regular) as file:
+            json.dump([error.what, error.where, error.hint, error.errno], file)
         with suppress(OSError):
             os.rename(self._pending, self._failed)
 

@@ -140,7 +140,8 @@ def load(
     """
     stored = manifest.stored(part)
     place = parts.folder(folder, manifest.parts, part)
-    wanted = {path: manifest.leaves[path].dtype for path in paths}
+    shapes = {path: manifest.leaves[path].stored_shape(stored[path]) for path in paths}
+    wanted = {path: (manifest.leaves[path].dtype, shape) for path, shape in shapes.items()}
     try:
         values = orbax_io.read(place, wanted, platforms=platforms) if wanted else {}
     except Exception as error:
@@ -148,6 +149,21 @@ def load(
     for path in wanted:
         manifests.check_values(path, manifest.leaves[path], stored[path], values.get(path), where=str(place))
     return values
+
+
+def check_shapes(folder: Path, manifest: Manifest, part: int) -> None:
+    """Compare the shapes in the metadata of the arrays of one part, whose files were checked, with the manifest's.
+
+    Raises:
+        Corrupt: they differ.
+    """
+    place = parts.folder(folder, manifest.parts, part)
+    shapes = {path: manifest.leaves[path].stored_shape(piece) for path, piece in manifest.stored(part).items()}
+    try:
+        if shapes:
+            orbax_io.check_shapes(place, shapes)
+    except Exception as error:
+        raise manifests.unreadable(place, error) from error
 
 
 class _Held(NamedTuple):

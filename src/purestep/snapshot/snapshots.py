@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
+import secrets
 import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping
@@ -136,7 +136,6 @@ class Snapshots:
         self._restored: int | None = None  # the step that was restored since the last save
         self._opened_by = (0, 1)  # rank and number of processes
         self._sees_locks = True  # of the other processes
-        self._saves = itertools.count()
         self._token = ""  # of the last save
         self._closed = False
         self._pid = os.getpid()
@@ -414,8 +413,9 @@ class Snapshots:
         """
         self.open()
         groups, here = meshes.current(), meshes.here()
-        # Another process may not have seen the end of the previous save yet: each save has its own names.
-        token = f"{os.getpid()}.{next(self._saves)}" if here.size > 1 else f"{os.getpid()}"
+        # Another process may not have seen the end of the previous save yet: each save has its own names. They are
+        # random, so that nobody can put links there before.
+        token = secrets.token_hex(8)
 
         def check() -> tuple[_Plan, _Call]:
             number = directory.checked_step(self.directory, step)

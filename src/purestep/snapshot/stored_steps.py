@@ -74,6 +74,7 @@ def verify(root: Path, step: int) -> str | None:
         read = manifests.read(folder)
         for part in range(read.parts):
             manifests.check_files(folder, read, part)
+            reader.check_shapes(folder, read, part)
             if read.format < manifests.FORMAT:  # its checksums are those of values
                 reader.load(folder, read, part, read.stored(part).keys(), platforms="cpu")
         manifests.read_history(folder, read)

@@ -2,6 +2,7 @@
 
 packed      a state as a few flat buffers, one for each dtype and label, with the tree as views
 stacked     the states of an ensemble as one state with a leading dimension: `ps.stack`, `ps.member`
+tree_json   a tree of tensors and plain values as JSON and bytes
 entry_names names of the entries of vectors in a history
 views       the weights to evaluate, of training or their average: `ps.view`
 keywords    the arguments of a factory: unknown keywords, and checks that are part of a type

@@ -42,7 +42,8 @@ AIMS = {
     "filling": "disk faults (file size limit, full 4 MiB tmpfs, quota, read-only) at random writes: "
     "told by the next step, earlier snapshots untouched, goes on once there is space",
     "racing": "races of two processes for one directory: exactly one wins, the other is told in less than 1 s",
-    "planting": "hostile directories: no code run, no byte outside",
+    "planting": "hostile directories, restored, saved into, shown and reported: no code run, no byte outside written "
+    "or printed, no wait, at most 600 MB",
     "leaking": "run of 1,000 steps, 50 save/restore, 20 fit calls: less than 1 KiB a step, "
     "0 processes, 0 descriptors, handlers as before",
 }
