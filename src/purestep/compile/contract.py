@@ -96,7 +96,8 @@ def _other_node(old: tree.TreeDef, new: tree.TreeDef, path: str = "state") -> st
 
 
 def unrolled(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that runs the step on each batch of a list and merges the metrics."""
+    """Return a function that runs the step on each batch of a list and merges the metrics. A step that hands out outputs
+    raises a StepContractError."""
 
     def steps(state: Any, batches: Sequence[Any]) -> tuple[Any, Metrics]:
         total: Metrics = {}
