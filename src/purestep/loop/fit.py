@@ -235,6 +235,8 @@ class _Run:
     def _open_epoch(self) -> Generator[data.Prefetched]:
         """Open the batches of the epoch of `LoopState` that are left."""
         self.schedule.begin(self.loop)
+        if not self.loop.batch:
+            self.state = self.program.begin(self.state)
         loaded = self.feeds.train.epoch(self.loop.epoch, self.loop.batch)
         device, waited = data.device_of(self.state), self.accounting.waited
         moved = data.prefetch(self.decisions.watch(loaded), device, name="train", waited=waited)
