@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -46,6 +47,17 @@ def test_it_says_what_where_and_the_cure_and_is_caught_as_its_builtin_kind(error
 @pytest.mark.parametrize("error", [errors.Corrupt, errors.Mismatch, errors.NotFound, errors.Locked, errors.WriteFailed])
 def test_what_a_snapshot_does_wrong_is_a_snapshot_error(error: type[errors.PurestepError]):
     assert issubclass(error, errors.SnapshotError)
+
+
+@pytest.mark.parametrize("error", BASES, ids=lambda error: error.__name__)
+def test_names_of_others_do_not_act_on_a_terminal(error: type[errors.PurestepError]):
+    text = str(error("a\x1b]52;c;eA==\x07", where="b\u202ec\ud800", hint="d\x9b2J\r\n\te"))
+    assert text == r"b\u202ec\ud800: a\x1b]52;c;eA==\x07 (cure: d\x9b2J\r" + "\n\te)"
+
+
+def test_nor_do_they_in_the_log(caplog: pytest.LogCaptureFixture):
+    logging.getLogger("purestep").warning("%s: %d", "\x1b[2J", 1)
+    assert caplog.messages == [r"\x1b[2J: 1"]
 
 
 @pytest.mark.parametrize(

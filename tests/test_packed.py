@@ -23,8 +23,8 @@ def program(tx: Any = None, net: nn.Module | None = None, **kwargs: Any) -> ps.P
     return ps.program(net or MODEL, ps.supervised(nn.CrossEntropyLoss()), tx or optim.adamw(0.01), **kwargs)
 
 
-def layout_of(chosen: ps.Program, state: ps.TrainState) -> packed.Layout:
-    return packed.layout(state.params, chosen.static.labels(state.params))
+def packing_of(chosen: ps.Program, state: ps.TrainState) -> packed.Packing:
+    return packed.packing(state.params, chosen.static.labels(state.params))
 
 
 def sizes(state: ps.TrainState) -> dict[str, list[int]]:
@@ -44,10 +44,10 @@ def distinct(state: ps.TrainState) -> ps.TrainState:
 
 def round_trip(chosen: ps.Program) -> tuple[ps.TrainState, ps.TrainState, ps.TrainState]:
     state = distinct(chosen.init(device="cpu"))
-    layout = layout_of(chosen, state)
-    flat = packed.pack(layout, state)
+    packing = packing_of(chosen, state)
+    flat = packed.pack(packing, state)
     assert flat is not None
-    return state, flat, packed.unpack(layout, flat)
+    return state, flat, packed.unpack(packing, flat)
 
 
 TRANSFORMS = {
@@ -89,7 +89,7 @@ def test_labels_make_groups():
     chosen = program(tx)
     state, flat, _ = round_trip(chosen)
     assert sizes(flat) == {"0.weight": [36 + 48], "1.weight": [4 + 4 + 3]}
-    groups = layout_of(chosen, state).groups
+    groups = packing_of(chosen, state).groups
     assert [[slot.name for slot in group.slots] for group in groups] == [
         ["6.weight", "0.weight"], ["1.weight", "1.bias", "6.bias"]
     ]  # fmt: skip
@@ -98,12 +98,12 @@ def test_labels_make_groups():
 
 def test_dtypes_make_groups():
     params = {"a": torch.zeros(2), "b": torch.ones(3).bfloat16(), "c": torch.ones(4), "d": torch.ones(5).bfloat16()}
-    layout = packed.layout(params, dict.fromkeys(params, ()))
-    flat = layout.collect(params)
+    packing = packed.packing(params, dict.fromkeys(params, ()))
+    flat = packing.collect(params)
     assert {name: (value.dtype, value.numel()) for name, value in flat.items()} == {
         "a": (torch.float32, 6), "b": (torch.bfloat16, 8)
     }  # fmt: skip
-    assert_trees_close(layout.expand(flat), params, exact=True)
+    assert_trees_close(packing.expand(flat), params, exact=True)
 
 
 @settings(deadline=None)
@@ -115,15 +115,15 @@ def test_any_shapes(shapes: list[list[int]]):
         count = torch.Size(shape).numel()
         params[f"p{index}"] = torch.arange(start, start + count, dtype=torch.float32).view(shape)
         start += count
-    layout = packed.layout(params, dict.fromkeys(params, ()))
-    (flat,) = layout.collect(params).values()
+    packing = packed.packing(params, dict.fromkeys(params, ()))
+    (flat,) = packing.collect(params).values()
     assert sorted(flat.tolist()) == list(range(start))
-    flat = layout.collect(params)
+    flat = packing.collect(params)
     offset = 0
-    for slot in layout.groups[0].slots:  # as aligned as its own size allows
+    for slot in packing.groups[0].slots:  # as aligned as its own size allows
         assert not slot.size or offset % math.gcd(slot.size, 64) == 0
         offset += slot.size
-    assert_trees_close(layout.expand(flat), params, exact=True)
+    assert_trees_close(packing.expand(flat), params, exact=True)
 
 
 def test_masks_and_partitions_are_packed_as_structure():
@@ -142,9 +142,9 @@ def test_masks_and_partitions_are_packed_as_structure():
 def test_the_named_tree_is_views_of_the_buffers():
     chosen = program(ema=0.9)
     state = chosen.init(device="cpu")
-    layout = layout_of(chosen, state)
-    flat = packed.pack(layout, state)
-    back = packed.unpack(layout, flat)
+    packing = packing_of(chosen, state)
+    flat = packed.pack(packing, state)
+    back = packed.unpack(packing, flat)
     buffer = flat.params["0.weight"]
     assert {p.untyped_storage().data_ptr() for p in back.params.values()} == {buffer.untyped_storage().data_ptr()}
     buffer.zero_()
@@ -161,12 +161,12 @@ def test_no_view_is_taken_that_changes_nothing():
         (plain, ["split_with_sizes", "view"], ["view", "cat"]),
         (turned, ["split_with_sizes", "view", "permute"], ["permute", "view", "cat"]),
     ):
-        layout = packed.layout(params, dict.fromkeys(params, 0))
-        stored = layout.collect(params)
+        packing = packed.packing(params, dict.fromkeys(params, 0))
+        stored = packing.collect(params)
         with Operations() as opened:
-            named = layout.expand(stored)
+            named = packing.expand(stored)
         with Operations() as closed:
-            layout.collect(named)
+            packing.collect(named)
         assert (opened.names, closed.names) == (there, back)
         assert_trees_close(named, params, exact=True)
 
@@ -185,7 +185,7 @@ def test_packing_copies():
     chosen = program()
     state = chosen.init(device="cpu")
     kept = ps.clone(state)
-    flat = packed.pack(layout_of(chosen, state), state)
+    flat = packed.pack(packing_of(chosen, state), state)
     for value in flat.params.values():
         value.add_(1)
     assert_trees_close(state, kept, exact=True)
@@ -201,7 +201,7 @@ def test_channels_last_survives():
     assert back.params["0.weight"].is_contiguous(memory_format=torch.channels_last)
     # In memory order: a plain flatten of the view would be another order.
     weight = state.params["0.weight"]
-    (group,) = layout_of(chosen, state).groups
+    (group,) = packing_of(chosen, state).groups
     start = sum(slot.size for slot in group.slots[: [slot.name for slot in group.slots].index("0.weight")])
     stored = flat.params["0.weight"][start : start + weight.numel()]
     assert torch.equal(stored, weight.permute(0, 2, 3, 1).flatten())
@@ -210,8 +210,8 @@ def test_channels_last_survives():
 
 def test_transposed_ones_survive():
     params = {"w": torch.arange(6.0).view(2, 3).t(), "b": torch.zeros(3)}
-    layout = packed.layout(params, dict.fromkeys(params, ()))
-    back = layout.expand(layout.collect(params))
+    packing = packed.packing(params, dict.fromkeys(params, ()))
+    back = packing.expand(packing.collect(params))
     assert back["w"].stride() == params["w"].stride()
     assert_trees_close(back, params, exact=True)
 
@@ -223,13 +223,13 @@ def test_a_dict_that_cuts_through_a_group_is_uneven():
     chosen = program(coarse)
     state = chosen.init(device="cpu")
     kept = ps.clone(state)
-    assert packed.pack(layout_of(chosen, state), state) is None
+    assert packed.pack(packing_of(chosen, state), state) is None
     assert_trees_close(state, kept, exact=True)
 
 
 def test_dicts_of_other_things_are_left_alone():
     params = {"a": torch.ones(2, 2), "b": torch.ones(3)}
-    layout = packed.layout(params, dict.fromkeys(params, ()))
+    packing = packed.packing(params, dict.fromkeys(params, ()))
     chosen = program(net=tiny_mlp())
     state = chosen.init(device="cpu")._replace(
         params=params,
@@ -240,27 +240,27 @@ def test_dicts_of_other_things_are_left_alone():
             "moments": ({"a": torch.ones(2, 2), "b": torch.ones(3)},),
         },
     )
-    flat = packed.pack(layout, state)
+    flat = packed.pack(packing, state)
     assert list(flat.opt_state["norms"]) == ["a", "b"]
     assert flat.opt_state["rates"] == state.opt_state["rates"]
     assert flat.opt_state["none"] == {}
     assert flat.opt_state["moments"][0]["a"].shape == (7,)
-    assert_trees_close(packed.unpack(layout, flat), state, exact=True)
+    assert_trees_close(packed.unpack(packing, flat), state, exact=True)
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_a_step_on_the_packed_form_is_the_same_step(name: str):
     chosen = program(TRANSFORMS[name](), ema=0.9, accumulate=2, precision="64-true")
     state = chosen.init(device="cpu")
-    layout = layout_of(chosen, state)
-    steps = chosen.static.made.steps(layout.form)
-    flat = packed.pack(layout, state)
+    packing = packing_of(chosen, state)
+    steps = chosen.static.made.steps(packing.form)
+    flat = packed.pack(packing, state)
     for seed in range(5):
         state, metrics = chosen.train_step(state, image_batch(seed=seed))
         flat, packed_metrics = steps.train_step(flat, image_batch(seed=seed))
         assert_trees_close(packed_metrics, metrics, rtol=1e-6, atol=1e-12)
     state, flat = chosen.flush(state)[0], steps.flush(flat)[0]
-    assert_trees_close(packed.unpack(layout, flat), state, rtol=1e-12, atol=1e-12)
+    assert_trees_close(packed.unpack(packing, flat), state, rtol=1e-12, atol=1e-12)
 
 
 def test_transforms_that_need_the_tree_say_so():
@@ -274,9 +274,9 @@ def test_transforms_that_need_the_tree_say_so():
 def test_a_packed_step_leaves_its_input_alone():
     chosen = program(net=tiny_mlp(), ema=0.9)
     state = chosen.init(device="cpu")
-    layout = layout_of(chosen, state)
-    flat = packed.pack(layout, state)
-    ps.testing.assert_pure(chosen.static.made.steps(layout.form).train_step, flat, vector_batch())
+    packing = packing_of(chosen, state)
+    flat = packed.pack(packing, state)
+    ps.testing.assert_pure(chosen.static.made.steps(packing.form).train_step, flat, vector_batch())
 
 
 @pytest.mark.parametrize("donate", [False, True])

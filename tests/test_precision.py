@@ -130,17 +130,17 @@ def test_squares_of_gradients_are_not_lost_in_float16(name: str):
 
 @pytest.mark.slow
 @pytest.mark.compile
-def test_a_compiled_step_in_float16_is_that_of_eager():
+@pytest.mark.parametrize(("factor", "updates"), [(1.0, 3), (1e8, 0)])
+def test_a_compiled_step_in_float16_is_that_of_eager(factor: float, updates: int):
     """The update is never stored in float16, so that what float16 cannot hold has to be told otherwise."""
-    for factor, updates in ((1.0, 3), (1e8, 0)):
-        tx = optim.chain(optim.adam(1e-3), optim.scale(factor))
-        chosen = ps.program(tiny_mlp(), ps.supervised(nn.CrossEntropyLoss()), tx, precision="16-true", nonfinite="skip")
-        fast, state, eager = ps.compile_step(chosen.train_step), chosen.init(), chosen.init()
-        for _ in range(3):
-            state, _ = fast(state, vector_batch())
-            eager, _ = chosen.train_step(eager, vector_batch())
-        assert int(state.updates) == int(eager.updates) == updates
-        assert_trees_close(state.params, eager.params, rtol=1e-2, atol=1e-3)
+    tx = optim.chain(optim.adam(1e-3), optim.scale(factor))
+    chosen = ps.program(tiny_mlp(), ps.supervised(nn.CrossEntropyLoss()), tx, precision="16-true", nonfinite="skip")
+    fast, state, eager = ps.compile_step(chosen.train_step), chosen.init(), chosen.init()
+    for _ in range(3):
+        state, _ = fast(state, vector_batch())
+        eager, _ = chosen.train_step(eager, vector_batch())
+    assert int(state.updates) == int(eager.updates) == updates
+    assert_trees_close(state.params, eager.params, rtol=1e-2, atol=1e-3)
 
 
 def test_mixed_precision_is_torch_autocast():
@@ -161,11 +161,11 @@ def test_32_true_keeps_the_modules_own_dtype():
 
 def test_integers_and_what_is_no_tensor_are_not_cast():
     batch = {"x": torch.ones(2), "ids": torch.ones(2, dtype=torch.int64), "mask": torch.ones(2).bool(), "name": "a"}
-    cast = precision.cast(precision.policy("bf16-true"), batch)
+    cast = precision.policy("bf16-true").cast(batch)
     assert [cast[k].dtype for k in ("x", "ids", "mask")] == [torch.bfloat16, torch.int64, torch.bool]
     assert cast["name"] == "a"
     assert batch["x"].dtype == torch.float32
-    assert precision.cast(precision.policy("bf16-mixed"), batch) is batch
+    assert precision.policy("bf16-mixed").cast(batch) is batch
 
 
 @pytest.mark.parametrize("name", ["bf16", "16", "fp16-mixed", "32", "", None, 16])
@@ -193,7 +193,7 @@ class TestWhatADeviceCannotDo:
     def test_a_torch_without_cuda_is_named(self, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
         with pytest.raises(ConfigError, match=r"torch .* is built without CUDA \(cure: install a CUDA build of torch"):
-            precision.usable(f"cuda:{torch.cuda.device_count()}")  # one more than there are
+            program(tiny_mlp(), "32-true").init(device=f"cuda:{torch.cuda.device_count()}")  # one more than there are
 
     def test_a_device_that_is_none(self):
         with pytest.raises(ConfigError, match="no device 'gpu' here: Expected one of cpu, cuda"):
@@ -233,12 +233,12 @@ class TestWhatADeviceCannotDo:
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: asked.append(1) and False)
         for name in ("bf16-mixed", "bf16-true"):
             with pytest.raises(ConfigError, match=f"cuda does not support {name}: this GPU has no bfloat16 arithmetic"):
-                precision.check(precision.policy(name), torch.device("cuda"))
+                precision.policy(name).check(torch.device("cuda"))
         assert len(asked) == 2
 
     def test_nothing_is_asked_of_a_device_that_computes_in_its_own(self, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(torch, "ones", None)
-        precision.check(precision.policy("32-true"), CPU)
+        precision.policy("32-true").check(CPU)
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ class Slow(Dataset[Any]):
 def test_a_blocked_loader_does_not_keep_a_run_from_ending(number: int, loader: Callable[[], Iterator[Any]]):
     before, began = (torch.get_rng_state().tolist(), random.getstate()), time.monotonic()
     with Signals() as signals:
-        assert sent_after_the_first(number, signals.watch(loader())) == 1
+        assert sent_after_the_first(number, signals.until_signal(loader())) == 1
         assert signals.pending in ("terminate", "interrupt")
     assert time.monotonic() - began < 30  # against the 60 that the loader sleeps
     assert (torch.get_rng_state().tolist(), random.getstate()) == before
@@ -127,7 +127,7 @@ def test_workers_that_sleep_end_with_the_run():
     began = time.monotonic()
     with Signals() as signals:
         feed = open_feed(DataLoader(Slow(), num_workers=2, timeout=50))
-        assert sent_after_the_first(signal.SIGTERM, signals.watch(feed.epoch(0))) == 1
+        assert sent_after_the_first(signal.SIGTERM, signals.until_signal(feed.epoch(0))) == 1
         feed.close()
     assert time.monotonic() - began < 30
     assert torch.multiprocessing.active_children() == []
@@ -140,7 +140,7 @@ def test_a_wish_to_save_does_not_break_a_wait_off():
         yield 1
 
     with Signals() as signals:
-        assert list(signals.watch(slow())) == [1]
+        assert list(signals.until_signal(slow())) == [1]
         assert signals.pending == "snapshot"
 
 
@@ -148,21 +148,21 @@ def test_between_two_batches_a_signal_only_sets_the_flag():
     """Planted fault: a handler that always raises would break into the step."""
     done: list[int] = []
     with Signals() as signals:
-        for batch in signals.watch(iter([1, 2, 3])):
+        for batch in signals.until_signal(iter([1, 2, 3])):
             signal.raise_signal(signal.SIGTERM) if batch == 2 else None
             done.append(batch)  # the step is finished
         assert done == [1, 2]
 
 
 def test_without_a_signal_watching_changes_nothing():
-    assert list(Signals().watch(range(4))) == [0, 1, 2, 3]
+    assert list(Signals().until_signal(range(4))) == [0, 1, 2, 3]
 
     def failing() -> Iterator[int]:
         yield 1
         raise ValueError("mine")
 
     with pytest.raises(ValueError, match="mine"):
-        list(Signals().watch(failing()))
+        list(Signals().until_signal(failing()))
 
 
 # Everybody else's handlers.
@@ -221,7 +221,7 @@ def test_off_the_main_thread_nothing_is_set_and_that_is_said(caplog: pytest.LogC
     def run() -> None:
         with Signals() as signals:
             seen.append([signal.getsignal(number) for number in ALL])
-            seen.append(list(signals.watch([1])))
+            seen.append(list(signals.until_signal([1])))
 
     before = [signal.getsignal(number) for number in ALL]
     thread = threading.Thread(target=run)

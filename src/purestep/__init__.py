@@ -37,19 +37,17 @@ Every public name is listed in README.md beside this file.
 from __future__ import annotations
 
 import importlib as _importlib
+import logging as _logging
 import typing as _typing
 
 from . import ema as ema
 from . import errors as errors
 from . import metrics as metrics
 from . import optim as optim
-from . import precision as precision
 from . import rng as rng
 from . import scaler as scaler
 from . import schedules as schedules
-from . import stopping as stopping
 from . import tree as tree
-from .ema import view as view
 from .objective import hf_loss as hf_loss
 from .objective import masked_mse as masked_mse
 from .objective import masked_reconstruction as masked_reconstruction
@@ -58,6 +56,7 @@ from .objective import supervised as supervised
 from .precision import auto_device as auto_device
 from .state import member as member
 from .state import stack as stack
+from .state import view as view
 from .step import Sam as Sam
 from .step import program as program
 from .stopping import EarlyStopping as EarlyStopping
@@ -71,6 +70,14 @@ from .types import Program as Program
 from .types import TrainState as TrainState
 
 __version__ = "0.1.0"
+
+
+def _cleaned(record: _logging.LogRecord) -> bool:
+    record.msg, record.args = errors.printable(record.getMessage()), ()
+    return True
+
+
+_logging.getLogger("purestep").addFilter(_cleaned)  # adding it twice has no effect
 
 if _typing.TYPE_CHECKING:
     from . import config as config

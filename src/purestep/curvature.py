@@ -26,7 +26,7 @@ from .types import Params, Program, TrainState
 
 _vjp: Any = torch.func.vjp  # the length of its result depends on has_aux
 _CURE = "use operations that torch.func differentiates twice"
-Product = Callable[[Params], Params]
+_Product = Callable[[Params], Params]
 """``vector -> matrix @ vector``, both with the names and shapes of the parameters."""
 
 
@@ -238,12 +238,12 @@ def _named(what: str, found: Any, like: Params, hint: str) -> Params:
     return {name: found[name] for name in like}
 
 
-def _product(product: Product, vector: Params, like: Params) -> Params:
+def _product(product: _Product, vector: Params, like: Params) -> Params:
     return _named("product", product(vector), like, "return a dict with the names and shapes of the vector")
 
 
 def eigenvalues(
-    product: Product,
+    product: _Product,
     like: Params,
     *,
     k: int = 1,
@@ -321,7 +321,7 @@ def eigenvalues(
     return Eigenvalues(torch.as_tensor(values[order].copy()), stacked)
 
 
-def trace(product: Product, like: Params, *, samples: int = 10, seed: int = 0) -> Trace:
+def trace(product: _Product, like: Params, *, samples: int = 10, seed: int = 0) -> Trace:
     r"""Estimate the trace of a matrix from products with random signs (Hutchinson, 1990).
 
     The mean of :math:`v^\top A v` over vectors of independent signs. Its expectation is the trace; the variance of one

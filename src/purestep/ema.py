@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .errors import ConfigError, StateError
-from .state import check_choice, check_range, is_count, known_keywords
-from .torch_ext import Value, foreach, read, tracing
-from .types import Empty, Params, TrainState, Tree
-
-_EMA = TrainState._fields.index("ema")
+from .errors import ConfigError
+from .state import check_choice, check_range, is_count, known_keywords, views
+from .torch_ext import Value, complex_numbers, foreach, read, tracing
+from .types import Empty, Params, Tree
 
 
 class EmaState(NamedTuple):
@@ -158,8 +156,8 @@ def _averaging(
     """The average to which new weights contribute by ``weight(updates before this one)``, shape=(), in [0, 1]."""
 
     def init(params: Params, buffers: Params) -> EmaState:
-        shadow = {name: _upcast(p).clone() for name, p in params.items()}
-        averaged = {name: _upcast(b).clone() for name, b in buffers.items()}
+        shadow = {name: views.upcast(p).clone() for name, p in params.items()}
+        averaged = {name: views.upcast(b).clone() for name, b in buffers.items()}
         return EmaState(shadow, averaged if average_buffers else Empty())
 
     def update(state: EmaState, params: Params, buffers: Params, updates: Tensor, in_place: bool = False) -> EmaState:
@@ -187,117 +185,6 @@ def _averaging(
     return Average(init, update, first, functools.partial(update, in_place=True), where)
 
 
-def default_view(state: TrainState) -> str:
-    """Return the view that everything but training uses by default: "ema" if the state has an average, else "params".
-
-    Example:
-        >>> import torch, purestep as ps
-        >>> program = ps.program(torch.nn.Linear(2, 1), ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1), ema=0.9)
-        >>> default_view(program.init())
-        'ema'
-    """
-    # Without the reader of a live state, which would then copy its buffers at the next step.
-    average = tuple.__getitem__(state, _EMA)
-    return "params" if isinstance(average, Empty) else "ema"
-
-
-def to_evaluate(state: Tree, view: str | None = None) -> Tree:
-    """Return the state that an evaluation gets: `view` of a TrainState with an average, any other state itself.
-
-    Args:
-        state: any state; a tree of several TrainStates is returned unchanged.
-        view: as in `view`.
-
-    Raises:
-        StateError, ConfigError: as `view`.
-
-    Example:
-        >>> to_evaluate({"w": 1})
-        {'w': 1}
-    """
-    if view is None and not isinstance(state, TrainState):
-        return state
-    if view in (None, "params") and isinstance(state, TrainState) and default_view(state) == "params":
-        return state
-    return _viewed(state, view)
-
-
-def for_evaluation(state: TrainState) -> TrainState:
-    """The state without the fields that evaluation does not read, so that they are no inputs of a graph or a map.
-
-    Example:
-        >>> import torch, purestep as ps
-        >>> program = ps.program(torch.nn.Linear(2, 1), ps.supervised(torch.nn.MSELoss()), ps.optim.adam(0.1))
-        >>> for_evaluation(program.init()).opt_state
-        Empty()
-    """
-    return state._replace(opt_state=Empty(), ema=Empty(), scaler=Empty(), accum=Empty(), halted=Empty())
-
-
-def view(state: TrainState, view: str | None = None) -> TrainState:
-    """Return the state to evaluate, bind or export, with the weights of the view as its parameters.
-
-    `fit`, `evaluate`, ``program.eval_step``, ``program.bind``, `export_weights` and `load_into` all use the view "ema"
-    of a state that has an average, unless ``view="params"`` says otherwise. They return the same for a view of a state
-    as for the state and that ``view``: its average is replaced too.
-
-    Args:
-        state: for "ema", a state with an average.
-        view: "params" or "ema"; None: "ema" if the state has an average, else "params".
-
-    Returns:
-        A state of the same structure and dtypes; float32 weights are not copied. Train on the state, not on its view.
-
-    Raises:
-        StateError: the state has no average, or is not a TrainState.
-        ConfigError: ``view`` has another value.
-
-    Example:
-        >>> import torch, purestep as ps
-        >>> net = torch.nn.Linear(2, 1)
-        >>> program = ps.program(net, ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1), ema=0.9)
-        >>> state, batch = program.init(), (torch.ones(4, 2), torch.ones(4, 1))
-        >>> for _ in range(2):
-        ...     state, _ = program.train_step(state, batch)
-        >>> torch.equal(ps.view(state).params["bias"], state.ema.params["bias"])
-        True
-        >>> torch.equal(ps.view(state, "params").params["bias"], state.params["bias"])
-        True
-    """
-    value: Any = state
-    if not isinstance(value, TrainState):
-        hint = 'result.state; `result.best_state` is None without a "val" loader or monitor'
-        hint = hint if value is None else "program.init()"
-        raise StateError(f"the state is a {type(value).__name__}, not a TrainState", where="view", hint=hint)
-    chosen = default_view(state) if view is None else view
-    check_choice("view", ("params", "ema"), view=chosen)
-    plain = TrainState(*state)
-    average: Any = plain.ema
-    if isinstance(average, Empty):
-        if chosen == "ema":
-            raise StateError("this state has no average", where="ema", hint="ps.program(..., ema=0.999)")
-        return plain
-    # The average has flat buffers (see packed.py) only inside of a compiled step, which does not call `view`.
-    averages_buffers = not isinstance(average.buffers, Empty)
-    if chosen == "params":
-        params = {name: _upcast(value) for name, value in plain.params.items()}
-        buffers = {name: _upcast(value) for name, value in plain.buffers.items()} if averages_buffers else Empty()
-        return plain._replace(ema=average._replace(params=params, buffers=buffers))
-    params = {name: average.params[name].to(value.dtype) for name, value in plain.params.items()}
-    buffers = plain.buffers
-    if averages_buffers:
-        buffers = {name: average.buffers[name].to(value.dtype) for name, value in buffers.items()}
-    return plain._replace(params=params, buffers=buffers)
-
-
-_viewed = view  # for functions with an argument of that name
-
-
-def _upcast(value: Tensor) -> Tensor:
-    narrow = value.is_floating_point() and value.dtype.itemsize < torch.float32.itemsize
-    return value.detach().float() if narrow else value.detach()
-
-
 def _weight(updates: Tensor, decay: float, warmup: bool) -> Value:
     """Return 1 - d_t, shape=(); 1 at the first update."""
     if not warmup and not isinstance(count := read(updates), Tensor):
@@ -317,7 +204,7 @@ def _lerp_all(olds: Params, news: Params, weight: Value, in_place: bool) -> Para
     old, new = list(olds.values()), [news[name] for name in olds]
     if len(old) > 0 and not isinstance(weight, Tensor) and _of_one_kind(old + new):  # torch 2.11: no bool of a list
         return dict(zip(olds, foreach.lerp(old, new, weight, in_place=in_place), strict=True))
-    dtypes = dict.fromkeys(leaf.dtype for leaf in old if leaf.is_floating_point())
+    dtypes = dict.fromkeys(leaf.dtype for leaf in map(complex_numbers.as_real, old) if leaf.is_floating_point())
     # Once per dtype, not once per leaf.
     weights = {dtype: weight.to(dtype) if isinstance(weight, Tensor) else weight for dtype in dtypes}
     return {name: _lerp(old, news[name], weights) for name, old in olds.items()}
@@ -340,6 +227,9 @@ def _of_one_kind(leaves: list[Tensor]) -> bool:
 
 
 def _lerp(old: Tensor, new: Tensor, weights: Mapping[torch.dtype, Value]) -> Tensor:
+    if old.is_complex():
+        parts = [complex_numbers.as_real(leaf) for leaf in (old, new.to(old.dtype))]
+        return complex_numbers.like(_lerp(parts[0], parts[1], weights), old)
     if not old.is_floating_point():
         return new.clone()
     return torch.lerp(old, new.to(old.dtype), weights[old.dtype])

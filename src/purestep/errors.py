@@ -6,7 +6,22 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
+
+_HARMFUL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """Replace the characters that act on a terminal, or turn the direction of a text, by their escapes.
+
+    Names of leaves, metrics, runs and hosts may come from files of other people. Line breaks and tabs stay.
+
+    Example:
+        >>> print(printable("loss\\x1b[2J"))
+        loss\\x1b[2J
+    """
+    return _HARMFUL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 class PurestepError(Exception):
@@ -28,6 +43,9 @@ class PurestepError(Exception):
         self.hint = hint
         text = f"{where}: {what}" if where else what
         super().__init__(f"{text} (cure: {hint})" if hint else text)
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class StateError(PurestepError, ValueError):

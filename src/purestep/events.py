@@ -67,7 +67,8 @@ class FitStart:
 
 @dataclass(frozen=True, slots=True)
 class StepEnd:
-    """After every call of train_step or flush that closed an accumulation window. ``metrics`` are on the device."""
+    """After every call of train_step or flush that closed an accumulation window. ``metrics`` are on the device, as are
+    ``outputs``: `Loss.outputs` of ``batch``, which the run does not keep."""
 
     state: Tree
     metrics: Metrics
@@ -75,6 +76,7 @@ class StepEnd:
     epoch: int  # 0-based: completed epochs
     batch_index: int  # 0-based within the epoch
     updates: int  # including those whose metrics have not arrived, which the step may have refused
+    outputs: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 class Histogram(NamedTuple):

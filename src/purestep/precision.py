@@ -25,6 +25,54 @@ class Policy(NamedTuple):
     compute: torch.dtype | None  # None: no autocast
     scaled: bool  # True: the loss is scaled, see scaler.py
 
+    def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Return the context for the forward pass: `torch.autocast` for a ``-mixed`` precision, else a null context."""
+        return nullcontext() if self.compute is None else torch.amp.autocast(device.type, dtype=self.compute)
+
+    def cast(self, batch: Tree) -> Tree:
+        """Cast floating tensors to the dtype of the weights, for ``-true`` precisions; leave other leaves unchanged.
+        The parts of a complex tensor are then of at least float32.
+
+        Example:
+            >>> [leaf.dtype for leaf in policy("bf16-true").cast((torch.ones(2), torch.arange(2)))]
+            [torch.bfloat16, torch.int64]
+        """
+        if self.weights is None:
+            return batch
+        dtype = self.weights
+
+        def leaf(value: Any) -> Any:
+            if isinstance(value, torch.Tensor) and value.is_complex():
+                return value.to(torch.complex128 if dtype == torch.float64 else torch.complex64)
+            floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+            return value.to(dtype) if floating else value
+
+        return tree.map(leaf, batch)
+
+    def check(self, device: torch.device) -> None:
+        """Check that a device supports this precision, by multiplying two small matrices in it.
+
+        Raises:
+            ConfigError: the device cannot compute in this precision.
+        """
+        if self.weights is None and self.compute is None:
+            return
+        dtype = self.weights or torch.float32
+        try:
+            emulated = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
+            if emulated and torch.bfloat16 in (self.weights, self.compute):
+                raise RuntimeError("this GPU has no bfloat16 arithmetic")
+            one = torch.ones(2, 2, dtype=dtype, device=device)
+            # For an unsupported dtype autocast only warns and is then disabled.
+            with warnings.catch_warnings(action="ignore"), self.autocast(device):
+                product = one @ one
+            if product.dtype != (self.compute or dtype):
+                raise RuntimeError(f"autocast computes in {product.dtype}")
+        except (RuntimeError, TypeError) as error:
+            raise ConfigError(
+                f"{device.type} does not support {self.name}: {error}", where="precision", hint='precision="32-true"'
+            ) from error
+
 
 _WEIGHTS = {"64-true": torch.float64, "32-true": None, "bf16-true": torch.bfloat16, "16-true": torch.float16}
 _COMPUTE = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
@@ -53,88 +101,6 @@ def policy(name: str | Policy) -> Policy:
     if name in _COMPUTE:
         return Policy(name, None, _COMPUTE[name], scaled=name == "16-mixed")
     return Policy(name, _WEIGHTS[name], None, scaled=False)
-
-
-def autocast(policy: Policy, device: torch.device) -> AbstractContextManager[Any]:
-    """Return the context for the forward pass: `torch.autocast` for a ``-mixed`` precision, else a null context.
-
-    Example:
-        >>> with autocast(policy("bf16-mixed"), torch.device("cpu")):
-        ...     (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
-        torch.bfloat16
-    """
-    if policy.compute is None:
-        return nullcontext()
-    return torch.amp.autocast(device.type, dtype=policy.compute)
-
-
-def cast(policy: Policy, batch: Tree) -> Tree:
-    """Cast floating tensors to the dtype of the weights, for ``-true`` precisions; leave other leaves unchanged.
-
-    Example:
-        >>> [leaf.dtype for leaf in cast(policy("bf16-true"), (torch.ones(2), torch.arange(2)))]
-        [torch.bfloat16, torch.int64]
-    """
-    if policy.weights is None:
-        return batch
-    dtype = policy.weights
-
-    def leaf(value: Any) -> Any:
-        floating = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return value.to(dtype) if floating else value
-
-    return tree.map(leaf, batch)
-
-
-def usable(name: str | torch.device) -> torch.device:
-    """Return the device of that name, if this machine has it.
-
-    Raises:
-        ConfigError: the machine has no such device.
-
-    Example:
-        >>> usable("cpu")
-        device(type='cpu')
-    """
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # AssertionError: torch was built without CUDA.
-        reason = str(error).partition(". ")[0]  # The rest of torch's message lists all backends.
-        what, hint = f"no device {str(name)!r} here: {reason}", 'device="cpu"'
-        if str(name).startswith("cuda") and not torch.backends.cuda.is_built():
-            what = f"no device {str(name)!r} here: torch {torch.__version__} is built without CUDA"
-            hint = 'install a CUDA build of torch (pytorch.org), or pass device="cpu"'
-        raise ConfigError(what, where="device", hint=hint) from error
-    return device
-
-
-def check(policy: Policy, device: torch.device) -> None:
-    """Check that a device supports a precision, by multiplying two small matrices in it.
-
-    Raises:
-        ConfigError: the device cannot compute in this precision.
-
-    Example:
-        >>> check(policy("bf16-mixed"), torch.device("cpu"))
-    """
-    if policy.weights is None and policy.compute is None:
-        return
-    dtype = policy.weights or torch.float32
-    try:
-        emulated = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
-        if emulated and torch.bfloat16 in (policy.weights, policy.compute):
-            raise RuntimeError("this GPU has no bfloat16 arithmetic")
-        one = torch.ones(2, 2, dtype=dtype, device=device)
-        # For an unsupported dtype autocast only warns and is then disabled.
-        with warnings.catch_warnings(action="ignore"), autocast(policy, device):
-            product = one @ one
-        if product.dtype != (policy.compute or dtype):
-            raise RuntimeError(f"autocast computes in {product.dtype}")
-    except (RuntimeError, TypeError) as error:
-        raise ConfigError(
-            f"{device.type} does not support {policy.name}: {error}", where="precision", hint='precision="32-true"'
-        ) from error
 
 
 def auto_device() -> torch.device:

@@ -22,7 +22,6 @@ from .state import is_count
 from .torch_ext import tensor_layout
 from .types import Metrics, Program, Tree
 
-Recording = recording.Recording
 """Consecutive calls of a train step: the state before the first, the batches, and the number of the first."""
 
 
@@ -200,7 +199,9 @@ def record(path: str | Path, state: Tree, batch: Any) -> Path:
     return replay_.write(path, plain(state), batch, {})
 
 
-def replay(path: str | Path | Recording, program: Program, *, like: Tree = None, step: int | None = None) -> Replay:
+def replay(
+    path: str | Path | recording.Recording, program: Program, *, like: Tree = None, step: int | None = None
+) -> Replay:
     """Repeat a recorded step, in eager mode with torch's anomaly detection: the one that a `NonFiniteError` names, or
     any of the last steps of ``fit(record=n)``.
 
@@ -231,7 +232,7 @@ def replay(path: str | Path | Recording, program: Program, *, like: Tree = None,
         >>> replay(path, program).first
         'batch/0: 8 of 8 numbers are not finite'
     """
-    if isinstance(path, Recording):
+    if isinstance(path, recording.Recording):
         found, notes = path, {}
     else:
         if like is None:

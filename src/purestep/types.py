@@ -89,11 +89,11 @@ Metric: TypeAlias = Callable[[Any, Any], Any]
 
 
 def _refused(*_: Any, **__: Any) -> Any:
-    raise TypeError("these metrics are a shared default: pass ps.Loss(mean, weight, {name: mean})")
+    raise TypeError("this is a shared default: pass ps.Loss(mean, weight, {name: mean}, {name: tensor})")
 
 
 class _NoMetrics(dict[str, Mean]):
-    """An empty dict that refuses writes: the default of `Loss`, which all losses share."""
+    """An empty dict that refuses writes: a default of `Loss`, which all losses share."""
 
     __setitem__ = setdefault = update = __ior__ = _refused
 
@@ -103,6 +103,13 @@ class Loss(NamedTuple):
 
     A step differentiates ``mean``, accumulates gradient x ``weight``, and divides once by the summed weight, so that
     micro-batches of different sizes give the gradient of the whole batch. A weight of 0 skips the update.
+
+    ``outputs`` are tensors that a train step hands out beside its metrics (TD errors, hidden states, images to log), by
+    name, in any nesting: ``metrics["outputs"]["td_errors"]``, or `metrics.outputs`. They are copies without a gradient,
+    and belong to this call: they are neither averaged nor kept, and `fit` passes them to callbacks, in
+    ``StepEnd.outputs``. A call with ``microbatches`` joins those of its parts along the first dimension, which must be
+    the rows; with ``accumulate`` each call has its own; of several processes each has those of the rows it computes,
+    and one without rows those of the row that stands in for them. Evaluations drop them: use `predict`.
 
     Example:
         >>> def objective(model, batch):
@@ -115,6 +122,7 @@ class Loss(NamedTuple):
     mean: Tensor  # shape=(), floating
     weight: Tensor  # shape=(): the number of examples, tokens or elements that `mean` averages
     metrics: Mapping[str, Mean] = _NoMetrics()
+    outputs: Mapping[str, Any] = _NoMetrics()  # name -> tensors
 
 
 class TrainState(NamedTuple):
@@ -340,7 +348,7 @@ class Program(NamedTuple):
     """A model, an objective and a transform as pure functions. `fit` needs only ``train_step``.
 
     Args:
-        train_step: ``(state, batch, *context) -> (state, metrics)``.
+        train_step: ``(state, batch, *context) -> (state, metrics)``, where ``metrics["outputs"]`` are `Loss.outputs`.
         flush: ``(state) -> (state, metrics)``: apply an accumulation window that the end of an epoch left open.
         eval_step: ``(state, batch, *context, index=0) -> metrics``; ``index`` numbers the batches.
         init: ``(seed=0, device=None) -> state`` with the module's current weights, on the module's device unless

@@ -118,7 +118,7 @@ def test_nothing_reads_the_logits_once_their_gradient_is_there(objective: str, l
     scalars = [node for node in reduced if fx_passes.size(node) == 1]
     assert scalars or objective == "smoothed"  # it adds up sums of rows
     assert all(at[node] < gradient for node in reduced)
-    held = [node for node in graph.nodes if node.target is torch.ops.purestep.after.default]
+    held = [node for node in graph.nodes if node.target is torch.ops.purestep.computed_after.default]
     assert held, "the gradient does not wait for the loss"
     assert all(fx_passes.size(node.args[1]) == 1 for node in held)
 
@@ -161,7 +161,7 @@ def test_a_norm_that_its_gradient_waits_for_stays_where_it_is() -> None:
     graph = traced(program("cross entropy"))
     before = [node.name for node in graph.nodes if "linalg_vector_norm" in node.name or "pow" in node.name]
     early_reductions.fix(graph)
-    after = [node for node in graph.nodes if node.target is torch.ops.purestep.after.default]
+    after = [node for node in graph.nodes if node.target is torch.ops.purestep.computed_after.default]
     assert all(node.args[1].name not in before for node in after)
     made = ps.program(nn.Linear(16, 4), ps.supervised(nn.CrossEntropyLoss()), ps.optim.sgd(0.1))
     small = traced(made)

@@ -89,7 +89,7 @@ def test_every_attention_kernel_of_torch_is_known(kernel: Callable[..., Any], st
         graph = make_fx(both)(q, torch.empty(2, 4, 32, 32, device="meta", dtype=torch.float16))
     philox.fix(graph.graph)
     graph.graph.lint()
-    apart = [node for node in graph.graph.nodes if node.target is torch.ops.purestep.kept_apart.default]
+    apart = [node for node in graph.graph.nodes if node.target is torch.ops.purestep.never_reused.default]
     assert len(apart) == states
     for node in apart:
         assert node.args[0].target is operator.getitem

@@ -39,6 +39,7 @@ import purestep as ps
 from purestep import tree
 from purestep.data import (
     check_batch,
+    held,
     open_feed,
     prefetch,
     random_state,
@@ -819,6 +820,28 @@ def test_a_state_that_is_no_json_is_refused_with_its_path():
         state_json.encode({"workers": [1, object()]}, where="val")
 
 
+TENSOR = state_json.encode(torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *({}, {"__purestep__": "call"}, {"__purestep__": "tuple"}, {"__purestep__": "dict", "items": [[[], 1]]}),
+        *(
+            TENSOR | {"dtype": "load"},
+            TENSOR | {"shape": [1 << 40]},
+            TENSOR | {"data": "%"},
+            TENSOR | {"dtype": "quint8"},
+        ),
+        {**TENSOR, "__purestep__": "array", "dtype": "O"},
+    ],
+    ids=str,
+)
+def test_a_stored_state_that_is_damaged_is_named(value: Any):
+    with pytest.raises(DataError, match="its stored state is damaged"):
+        state_json.decode(value)
+
+
 def test_a_one_shot_iterator_is_good_for_one_epoch():
     feed = open_feed(iter([1, 2]))
     assert values(feed, 0) == [1, 2]
@@ -1159,15 +1182,13 @@ def test_a_share_needs_a_length():
 
 def test_overfit_holds_the_first_batches_unshuffled():
     dataset = Augmented(10)
-    feed = open_feed(DataLoader(dataset, 2, shuffle=True), first=2, hold=True)
+    feed = held(open_feed(DataLoader(dataset, 2, shuffle=True)), 2)
     first = values(feed, 0)
     assert [[int(item) for item in batch] for batch in first] == [[0, 1], [2, 3]] or first[0][0] == 0
     loaded = len(dataset.loaded)
     assert values(feed, 5) == first
     assert values(feed, 1, 1) == first[1:]
     assert len(dataset.loaded) == loaded
-    with pytest.raises(ConfigError, match="0 batches to overfit"):
-        open_feed([1], first=0, hold=True)
 
 
 def numbers(feed: Any, epoch: int, start: int = 0) -> list[int]:
@@ -1184,7 +1205,7 @@ def counting() -> Placed:
 
 @pytest.mark.parametrize("make", [counting, lambda: iter(listed())])
 def test_held_batches_are_those_of_the_beginning_after_a_resume(make: Callable[[], Any]):
-    first, again = (open_feed(make(), first=2, hold=True) for _ in range(2))
+    first, again = (held(open_feed(make()), 2) for _ in range(2))
     assert numbers(first, 0) == numbers(first, 1) == [1, 2]
     again.restore(first.to_store(1, 1))
     assert (numbers(again, 1, 1), numbers(again, 2)) == ([2], [1, 2])

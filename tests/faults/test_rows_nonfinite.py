@@ -3,9 +3,11 @@ bit, can be skipped, and can be left behind."""
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import re
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +17,8 @@ import pytest
 import torch
 from helpers import assert_trees_close, image_batch, tiny_convnet, tiny_mlp, vector_batch
 from rigs.faults.runs import batches, fit, mlp, poisoned
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -462,6 +466,67 @@ def test_row_36_what_cannot_be_written_down_is_said_and_hides_nothing(
     with pytest.raises(WriteFailed):
         testing.record(tmp_path / "nonfinite" / "a", error.state, error.batch)
     assert testing.replay(testing.record(tmp_path / "b", error.state, error.batch), program).first is not None
+
+
+SPARSE: dict[str, Callable[[], Tensor]] = {
+    "sparse_coo": lambda: torch.eye(4).to_sparse(),
+    "sparse_csr": lambda: torch.eye(4).to_sparse_csr(),
+    "sparse_csc": lambda: torch.eye(4).to_sparse_csc(),
+    "sparse_bsr": lambda: torch.eye(4).to_sparse_bsr((2, 2)),
+    "jagged": lambda: torch.nested.nested_tensor_from_jagged(torch.ones(4, 2), torch.tensor([0, 1, 4])),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("number", [1 << 40, -1, 3])
+@pytest.mark.parametrize("layout", SPARSE)
+def test_row_36_indices_that_lead_out_of_a_tensor_are_refused(layout: str, number: int, tmp_path: Path) -> None:
+    """Torch would read and write there."""
+    program = mlp()
+    path = testing.record(tmp_path / "a", program.init(), {"x": SPARSE[layout]()})
+    replay.read(path, program.init())
+    with safe_open(path, framework="pt") as opened:
+        about = json.loads(opened.metadata()["about"])
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    parts = dict(about["batch"]["dict"])["x"]["parts"]
+    part = parts[1 if layout == "jagged" else 0]
+    indices = tensors[part["name"]].view(torch.int64)
+    indices[1] = number
+    if layout == "sparse_coo" and number == 3:
+        indices[:] = 0  # twice the same place, and called coalesced
+    if layout == "jagged" and number == 3:
+        indices[-1] = 3  # fewer rows than there are
+    part["crc32"] = zlib.crc32(tensors[part["name"]].numpy().data)
+    text = json.dumps(about)
+    save_file(tensors, path, metadata={"about": text, "crc32": str(zlib.crc32(text.encode()))})
+    with pytest.raises(Corrupt, match=f"the parts of a {layout} tensor do not fit"):
+        replay.read(path, program.init())
+
+
+CHANGES: dict[str, tuple[dict[str, Any], str]] = {
+    "a stride": ({"stride": [1 << 40, 1]}, "strides"),
+    "an overlap": ({"stride": [0, 1]}, "strides"),
+    "a shape": ({"shape": [1 << 40, 2]}, "bytes for a tensor of"),
+    "a negative shape": ({"shape": [-1, 2]}, "a tensor of dtype"),
+    "a function": ({"dtype": "torch.load"}, "a tensor of dtype 'torch.load'"),
+    "a quantized dtype": ({"dtype": "torch.quint8", "shape": [16, 2]}, "a tensor of dtype"),
+    "a bool": ({"dtype": "torch.bool", "shape": [16, 2]}, "neither 0 nor 1"),
+    "no name": ({"name": None}, "damaged"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_row_36_a_file_that_lies_about_a_tensor_is_refused(change: str, tmp_path: Path) -> None:
+    program, (changes, text) = mlp(), CHANGES[change]
+    path = testing.record(tmp_path / "a", program.init(), {"x": torch.ones(4, 2)})
+    with safe_open(path, framework="pt") as opened:
+        about = json.loads(opened.metadata()["about"])
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    dict(about["batch"]["dict"])["x"]["tensor"].update(changes)
+    lie = json.dumps(about)
+    save_file(tensors, path, metadata={"about": lie, "crc32": str(zlib.crc32(lie.encode()))})
+    with pytest.raises(Corrupt, match=text):
+        replay.read(path, program.init())
 
 
 def test_row_36_a_damaged_file_or_another_programs_is_refused(tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def test_row_14_the_newest_is_bad_and_the_one_before_is_good(run: Path) -> None:
     assert (run / f"{NEWEST}.corrupt" / manifest.NAME).exists()
 
 
-@pytest.mark.parametrize("guard", ["snapshots.Snapshots._skip", "directory.set_aside"])
+@pytest.mark.parametrize("guard", ["snapshots.Snapshots._pass_over", "directory.set_aside"])
 def test_row_14_a_fall_that_is_not_told_or_not_kept_is_noticed(run: Path, guard: str) -> None:
     flip(running.largest_file(run / str(NEWEST)))
     with fails_without(f"purestep.snapshot.{guard}"):

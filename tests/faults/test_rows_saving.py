@@ -63,7 +63,7 @@ def test_row_01_no_more_than_an_interval_is_lost(tmp_path: Path) -> None:
     assert first_failure(losing.trial, range(2), tmp_path / "on") is None
 
     def never_due(number: int, folder: Path) -> str | None:
-        return losing.trial(number, folder, off="purestep.loop.decisions.Decisions.is_due")
+        return losing.trial(number, folder, off="purestep.loop.decisions.Decisions.is_snapshot_due")
 
     assert "steps lost" in str(first_failure(never_due, range(5), tmp_path / "off"))
 

@@ -95,7 +95,7 @@ def test_row_23_an_evaluation_ends_at_the_next_batch(tmp_path: Path) -> None:
         assert sum(isinstance(event, events.EvalStepEnd) for event in heard) <= 3
 
     check(tmp_path / "on")
-    with fails_without("purestep.loop.signals.Signals.watch", lambda self, batches: iter(batches)):
+    with fails_without("purestep.loop.signals.Signals.until_signal", lambda self, batches: iter(batches)):
         check(tmp_path / "off")
 
 
@@ -119,7 +119,7 @@ def test_row_23_a_loader_that_hangs_is_not_waited_for(tmp_path: Path) -> None:
         assert not loader.woke
 
     check(tmp_path / "on")
-    with fails_without("purestep.loop.signals.Signals.watch", lambda self, batches: iter(batches)):
+    with fails_without("purestep.loop.signals.Signals.until_signal", lambda self, batches: iter(batches)):
         check(tmp_path / "off")
 
 

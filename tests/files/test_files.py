@@ -76,14 +76,12 @@ def test_a_file_in_place_of_the_directory(tmp_path):
         (b"\xff", "decode"),
         (b"{", "Expecting"),
         (b"1" * 10_000, "digits"),
-        (b"[0]" + b" " * 2000, "more than 1,000"),
     ],
 )
 def test_json_that_cannot_be_read_is_a_value_error(tmp_path, content, text):
     (tmp_path / "a").write_bytes(content)
-    limit = 1000 if b"[0]" in content else 1 << 20
     with pytest.raises(ValueError, match=text):
-        files.read_json(tmp_path / "a", limit=limit)
+        files.read_json(tmp_path / "a")
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="needs Linux's /proc")
@@ -116,6 +114,130 @@ def test_remove_tree_does_not_follow_links(tmp_path):
     files.remove_tree(tmp_path / "never there")
     assert names(tmp_path) == ["kept"]
     assert names(tmp_path / "kept") == ["file"]
+
+
+# --- what another user has put there ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["a link", "a pipe", "a device", "a directory", "too large"])
+def test_only_a_regular_file_of_a_limited_size_is_read(tmp_path, kind):
+    path = tmp_path / "run.json"
+    (tmp_path / "secret").write_text("[1]")
+    if kind == "a pipe":
+        os.mkfifo(path)
+    elif kind == "a directory":
+        path.mkdir()
+    elif kind == "too large":
+        with path.open("wb") as file:
+            file.truncate(1 << 40)
+    else:
+        path.symlink_to(tmp_path / "secret" if kind == "a link" else "/dev/zero")
+    with pytest.raises(OSError, match=r"is a link|is not a regular file|more than the 67,108,864") as caught:
+        files.read_json(path)
+    assert str(path) in str(caught.value)
+
+
+def test_the_limit_is_one_of_the_bytes(tmp_path):
+    (tmp_path / "a").write_bytes(b"12")
+    assert files.read_regular(tmp_path / "a", 2) == b"12"
+    with pytest.raises(OSError, match="has 2 bytes, more than the 1 of such a file"):
+        files.read_regular(tmp_path / "a", 1)
+
+
+def test_json_that_is_too_deep_is_no_json():
+    with pytest.raises(ValueError, match="nested too deeply"):
+        files.parsed_json("[" * 100_000)
+
+
+def test_a_link_under_the_temporary_name_is_not_written_through(tmp_path, monkeypatch):
+    monkeypatch.setattr("secrets.token_hex", lambda count: "0" * 2 * count)
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / f".a.{'0' * 16}.tmp").symlink_to(tmp_path / "victim")
+    with pytest.raises(errors.WriteFailed, match="File exists"):
+        files.write_bytes(tmp_path / "a", b"new")
+    assert (tmp_path / "victim").read_text() == "precious"
+    assert not (tmp_path / "a").exists()
+
+
+def test_names_of_temporary_files_cannot_be_foreseen(tmp_path):
+    seen = set()
+    for _ in range(3):
+        with files.replacing(tmp_path / "a") as temporary:
+            assert temporary.stat().st_size == 0
+            seen.add(temporary.name)
+    assert len(seen) == 3
+    assert str(os.getpid()) not in "".join(seen)
+
+
+def test_a_temporary_file_that_becomes_a_link_gets_no_name(tmp_path):
+    (tmp_path / "victim").write_text("precious")
+
+    def exchange() -> None:
+        with files.replacing(tmp_path / "a") as temporary:
+            temporary.unlink()
+            temporary.symlink_to(tmp_path / "victim")
+
+    with pytest.raises(errors.WriteFailed, match="is a link, which is not followed"):
+        exchange()
+    assert names(tmp_path) == ["victim"]
+    assert (tmp_path / "victim").read_text() == "precious"
+
+
+def test_a_directory_that_becomes_a_link_while_it_is_deleted_is_not_entered(tmp_path, monkeypatch):
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "kept").touch()
+    (tmp_path / "gone" / "sub").mkdir(parents=True)
+    real = os.listdir
+
+    def exchanging(folder: int) -> list[str]:
+        found = real(folder)
+        if found == ["sub"]:
+            (tmp_path / "gone" / "sub").rename(tmp_path / "moved")
+            (tmp_path / "gone" / "sub").symlink_to(tmp_path / "outside")
+        return found
+
+    monkeypatch.setattr(os, "listdir", exchanging)
+    files.remove_tree(tmp_path / "gone")
+    assert not (tmp_path / "gone").exists()
+    assert names(tmp_path / "outside") == ["kept"]
+
+
+@pytest.mark.parametrize(("parent", "made"), [(0o755, 0o700), (0o2775, 0o2755)], ids=["own", "shared with a group"])
+def test_a_new_directory_of_a_run_is_private_unless_its_parent_is_shared(tmp_path, parent, made):
+    before = os.umask(0o022)
+    try:
+        (tmp_path / "runs").mkdir()
+        (tmp_path / "runs").chmod(parent)
+        with files.DirectoryLock(tmp_path / "runs" / "a"):
+            assert (tmp_path / "runs" / "a").stat().st_mode & 0o7777 == made
+        (tmp_path / "mine").mkdir(mode=0o755)
+        with files.DirectoryLock(tmp_path / "mine"):  # as the user has made it
+            assert (tmp_path / "mine").stat().st_mode & 0o777 == 0o755
+    finally:
+        os.umask(before)
+
+
+def test_a_directory_inside_that_is_a_link_is_refused(tmp_path):
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "nonfinite").symlink_to(tmp_path / "outside")
+    with pytest.raises(errors.WriteFailed, match="is a link, which is not followed"):
+        files.subdirectory(tmp_path, "nonfinite")
+    assert files.subdirectory(tmp_path, "recording").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_lock_that_is_a_pipe_does_not_wait(tmp_path):
+    os.mkfifo(tmp_path / ".lock")
+    assert files.lock_holder(tmp_path) is None
+    with pytest.raises(errors.WriteFailed, match="is not a regular file"):
+        files.DirectoryLock(tmp_path).acquire()
+
+
+def test_a_holder_cannot_act_on_the_terminal(tmp_path, caplog):
+    text = json.dumps({"pid": 1, "host": "\x1b]0;x\x07", "since": "\x1b[2J"})
+    (tmp_path / ".lock").write_text(text)
+    with caplog.at_level(logging.WARNING, logger="purestep"), files.DirectoryLock(tmp_path):
+        pass
+    assert r"pid 1 on \x1b]0;x\x07 since \x1b[2J" in caplog.text
 
 
 # --- failpoints ---------------------------------------------------------------------------------------------------

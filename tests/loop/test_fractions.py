@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import purestep as ps
-from purestep.config import count_batches
+from purestep.config.sources import count_batches
 from purestep.data import open_feed
 from purestep.loop.loop_state import LoopState
 from purestep.loop.policy import EvalSchedule
@@ -45,8 +45,9 @@ def test_shares_of_batches_and_of_a_run(share: float, count: int, expected: int)
 @pytest.mark.parametrize("length", [3, 7, 100, 300])
 def test_marks_of_an_interval(every: float, length: int) -> None:
     schedule = EvalSchedule({"val": every}, open_feed(list(range(length))), 1)
-    schedule.begin(LoopState())
-    found = [batch for batch in range(1, length) if schedule.due_inside(LoopState(batch=batch))]
+    places = [LoopState(batch=batch) for batch in range(1, length)]
+    found = [place.batch for place in places if schedule.inside(place)]
+    assert [place.batch for place in places if schedule.inside(place)] == found  # to ask changes nothing
     part = Fraction(every).limit_denominator(1000)
     marks = [-(-part * n * length // 1) for n in range(1, 1000) if part * n < 1]
     assert found == sorted({int(mark) for mark in marks if mark < length})

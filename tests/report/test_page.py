@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import re
 import shutil
@@ -45,9 +47,13 @@ def page(runs: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def without_plotly(text: str) -> str:
+    return re.sub(r"<script[^>]*>/\*\*.*?</script>", "", text, flags=re.DOTALL)
+
+
 def test_the_page_is_whole(page: Path):
     text = page.read_text(encoding="utf-8")
-    own = re.sub(r"<script[^>]*>/\*\*.*?</script>", "", text, flags=re.DOTALL)
+    own = without_plotly(text)
     assert len(own) < 100_000 < len(text)  # plotly's code is in the page
     assert not re.search(r"(src|href|url)\s*[=(]\s*[\"']?(https?:)?//", own)
     assert "<b>&co" not in own
@@ -63,7 +69,10 @@ def test_the_page_is_whole(page: Path):
 @pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine: apt-get install chromium")
 @pytest.mark.parametrize("width", [390, 1280])
 def test_a_browser_draws_it(page: Path, tmp_path: Path, width: int):
-    (tmp_path / "page.html").write_text(page.read_text(encoding="utf-8").replace("</body>", f"{PROBE}</body>"))
+    script = base64.b64encode(hashlib.sha256(PROBE[8:-9].encode()).digest()).decode()
+    text = page.read_text(encoding="utf-8").replace("script-src ", f"script-src 'sha256-{script}' ", 1)
+    injected = "<script>parent.postMessage('error injected', '*')</script>"
+    (tmp_path / "page.html").write_text(text.replace("</body>", f"{PROBE}{injected}</body>"))
     frame = f'<iframe src="page.html" style="width:{width}px;height:3000px;border:0"></iframe>'
     (tmp_path / "top.html").write_text(f"<title></title>{frame}<script>onmessage=e=>document.title=e.data</script>")
     command = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile"]
@@ -76,6 +85,21 @@ def test_a_browser_draws_it(page: Path, tmp_path: Path, width: int):
     assert found["drawn"] == found["made"] > 0
     assert found["over"] <= 0
     assert found["titles"][:2] == ["loss", "learning rate"]
+
+
+def test_names_are_no_links(tmp_path: Path):
+    pytest.importorskip("plotly", reason="plotly is not installed: pip install 'purestep[report]'")
+    name = '<a href="https://evil.example">log in</a>'
+    rows = [
+        {"epoch": f"{name}{epoch}", "step": epoch, f"val_{name}": 1.0, "val_loss": 1.0, name: 2.0} for epoch in (1, 2)
+    ]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "training_history.json").write_text(json.dumps(rows))
+    write_page([read_run(tmp_path / "run")], tmp_path / "x.html")
+    text = without_plotly((tmp_path / "x.html").read_text(encoding="utf-8"))
+    assert "evil.example" in text
+    assert not re.search(r"(<|\\u003c)a href", text)
+    assert "default-src 'none'" in text
 
 
 def test_curves_have_the_densest_rows_and_fractions_of_epochs(runs: list[Path], tmp_path: Path):

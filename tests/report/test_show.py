@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from rigs.faults.planting import forge
 
 import purestep as ps
 from purestep.__main__ import main
@@ -166,13 +167,15 @@ def test_damage_is_named(ended: Path, tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_rows_that_are_being_written(ended: Path, tmp_path: Path):
     run = copied(ended, tmp_path / "run")
-    for name, cut in (("training_history.json", 20), ("metrics.jsonl", 30)):
-        text = (run / name).read_text()
-        (run / name).write_text(text[:-cut])
+    lines, history = ((run / name).read_text() for name in ("metrics.jsonl", "training_history.json"))
+    (run / "metrics.jsonl").write_text(lines[:-30])
     found = read_run(run)
-    assert (len(found.history), len(found.lines), found.problems) == (3, 6, [])  # the snapshot has the whole history
-    (run / "training_history.json").write_text("nonsense")
-    assert "not a list of rows" in read_run(run).problems[0]
+    assert (len(found.history), len(found.lines), found.problems) == (3, 6, [])
+    for damaged in (history[:-20], "nonsense"):  # the sink writes the whole file, and renames it
+        (run / "training_history.json").write_text(damaged)
+        found = read_run(run)
+        assert len(found.history) == 3  # of the snapshot
+        assert "not a list of rows" in found.problems[0]
 
 
 def test_a_history_in_a_snapshot_and_rows_as_csv(tmp_path: Path):
@@ -202,3 +205,72 @@ def test_wrong_directories_are_named(ended: Path, tmp_path: Path, capsys: pytest
             read_run(path)
     with pytest.raises(SystemExit):
         main(["shwo"])
+
+
+# --- files of somebody else -------------------------------------------------------------------------------------------
+
+ESCAPE = "\x1b]0;x\x07\x1b[2J\u202e[/]"
+
+
+def test_names_of_others_do_not_act_on_the_terminal(ended: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = copied(ended, tmp_path / "run")
+    info = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(
+        json.dumps({**info, "reason": None, "error": ESCAPE, "started": "2026-01-01T00:00:00"})
+    )
+    rows = json.loads((run / "training_history.json").read_text())
+    (run / "training_history.json").write_text(json.dumps([{**row, ESCAPE: ESCAPE} for row in rows] * 2))
+    (run / f"9.corrupt.{ESCAPE.replace('/', '')}").mkdir()
+    (run / ".lock").write_text(json.dumps({"pid": 1, "host": ESCAPE, "since": "2026-01-01T00:00:00"}))
+    assert main(["show", str(run)]) == 0
+    said = capsys.readouterr().out
+    assert r"\x1b]0;x\x07" in said
+    assert not {"\x1b", "\x07", "\u202e"} & set(said)
+
+
+@pytest.mark.parametrize("name", ["training_history.json", "run.json", ".lock", "metrics.jsonl", "6/manifest.json"])
+@pytest.mark.parametrize("kind", ["a pipe", "a device", "a link"])
+def test_only_regular_files_are_read(ended: Path, tmp_path: Path, capsys: Any, kind: str, name: str):
+    run = copied(ended, tmp_path / "run")
+    secret = [{"kind": "epoch", "step": number, "epoch": number, "secret": 1.0} for number in range(99)]
+    (tmp_path / "secret").write_text(json.dumps(secret))
+    (run / name).unlink()
+    if kind == "a pipe":
+        os.mkfifo(run / name)
+    else:
+        (run / name).symlink_to("/dev/zero" if kind == "a device" else tmp_path / "secret")
+    main(["show", str(run), "--verify"])
+    assert "secret" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("training_history.json", "[" * 100_000),
+        ("training_history.json", '[{"epoch": 1' + "0" * 400 + ', "val_loss": 1' + "0" * 400 + "}]"),
+        ("metrics.jsonl", '{"a":' * 100_000),
+        ("run.json", "[" * 100_000),
+    ],
+)
+def test_nonsense_is_no_traceback(ended: Path, tmp_path: Path, name: str, text: str):
+    run = copied(ended, tmp_path / "run")
+    (run / name).write_text(text)
+    os.utime(run / "6" / "manifest.json", (3e11, 3e11)) if name == "run.json" else None
+    assert main(["show", str(run)]) in (0, 1)
+
+
+def test_bytes_that_a_manifest_claims_are_on_the_disk(ended: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = copied(ended, tmp_path / "run")
+    forge(run / "6", lambda record: record["leaves"]["params/weight"].update(shape=[10**7, 2]))
+    assert main(["show", str(run), "--verify"]) == 1
+    assert "80,000,000 bytes of values in files of" in " ".join(capsys.readouterr().out.split())
+
+
+def test_secrets_of_the_environment_are_not_in_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HUB_TOKEN", 'abc"def ghi')
+    record = RunRecord(tmp_path, {"note": 'abc"def ghi'})
+    record(FitStart(None, 0, 0, 3, None, 2, tmp_path, False))
+    record(FitEnd(None, "error", {}, None, ValueError('https://x:abc"def ghi@host')))
+    text = (tmp_path / "run.json").read_text()
+    assert "def ghi" not in text
+    assert "https://x:$HUB_TOKEN@host" in json.loads(text)["error"]

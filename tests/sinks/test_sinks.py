@@ -25,7 +25,17 @@ import torch
 import purestep as ps
 from purestep.errors import WriteFailed
 from purestep.events import EpochEnd, EvalEnd, Event, FitEnd, FitStart, Logged, Position, Saved, StepEnd
-from purestep.sinks import ProgressBar, csv, default_sinks, guarded, history_json, jsonl, progress, tensorboard
+from purestep.sinks import (
+    ProgressBar,
+    csv,
+    default_sinks,
+    guarded,
+    history_json,
+    jsonl,
+    progress,
+    row_files,
+    tensorboard,
+)
 
 STATE = torch.zeros(1)
 
@@ -479,6 +489,34 @@ def test_a_link_of_the_system_to_an_open_file_is_refused(tmp_path: Path, make: C
             make(link)
 
 
+@pytest.mark.parametrize("make", [csv, jsonl, history_json])
+def test_a_link_is_refused(tmp_path: Path, make: Callable[..., Any]):
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / "rows").symlink_to(tmp_path / "victim")
+    with pytest.raises(WriteFailed, match="is a link, and a sink writes a regular file"):
+        make(tmp_path / "rows")
+
+
+@pytest.mark.parametrize("make", [csv, jsonl])
+def test_a_file_that_becomes_a_link_is_not_written_through(tmp_path: Path, make: Callable[..., Any]):
+    sink = make(tmp_path / "rows")
+    event = Logged(0, 50, {"train_loss": 0.5}, steps_per_second=8.0, wait_fraction=0.25)
+    sink(event)
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / "rows").unlink()
+    (tmp_path / "rows").symlink_to(tmp_path / "victim")
+    with pytest.raises(OSError, match="is a link, which is not followed"):
+        sink(event)
+    assert (tmp_path / "victim").read_text() == "precious"
+
+
+def test_names_of_metrics_do_not_act_on_the_terminal():
+    stream = io.StringIO()
+    sink = progress(stream)
+    sink(EpochEnd(None, 1, 10, {"epoch": 1, "val_\x1b[2J": 0.5}, improved=True, stopping=None))
+    assert stream.getvalue() == "epoch 1  val_\\x1b[2J 0.500\n"
+
+
 def test_nothing_is_renamed_over_a_pipe(tmp_path: Path):
     path = tmp_path / "weights.pt"
     os.mkfifo(path)
@@ -520,6 +558,23 @@ def test_rows_by_step(tmp_path: Path, make: Callable[..., Any], read: Callable[.
     assert float(rows[2]["val_accuracy"]) == 0.5
     assert rows[0].get("val_accuracy") in ("", None)
     assert rows[1]["grad_norm"] in ("inf", None)
+
+
+@FORMATS
+def test_rows_of_a_file_are_read_by_the_sinks_that_write_them(
+    tmp_path: Path, make: Callable[..., Any], read: Callable[..., Any]
+):
+    sink = make(tmp_path / f"metrics.{make.__name__}")
+    for event in [start(), logged(2), logged(4, grad_norm=0.1 + 0.2), epoch_end(1, val_accuracy=1e-7)]:
+        sink(event)
+    text = sink.path.read_text()
+    sink.path.write_text(text + text.splitlines()[-1][:9])  # a row that is being written
+    rows = row_files.stored_rows(sink.path)
+    assert rows is not None
+    assert keys(rows) == [("step", 2), ("step", 4), ("epoch", 4)]
+    assert (rows[0].get("grad_norm"), rows[1]["grad_norm"], rows[2]["val_accuracy"]) == (None, 0.1 + 0.2, 1e-7)
+    sink(dataclasses.replace(start(updates=4, resumed=True), history={"epoch": [1]}))
+    assert sink.path.read_text() == text
 
 
 @FORMATS
@@ -802,7 +857,7 @@ def test_rows_are_not_dropped_and_files_are_waited_for(tmp_path: Path):
     slow, file = Slow(), Slow()
     file.writes_files = True  # type: ignore[attr-defined]
     for sink in (slow, file):
-        safe = guarded(sink, capacity=1, patience=0.05)
+        safe = guarded(sink, capacity=100 if sink is file else 1, patience=0.05)
         for event in [start(), *(event for n in range(1, 11) for event in (Saved(n, tmp_path), epoch_end(n)))]:
             safe(event)
         safe.close()

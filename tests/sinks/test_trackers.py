@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import json
 import logging
 import struct
@@ -16,7 +17,7 @@ import torch
 import purestep as ps
 from purestep.errors import ConfigError
 from purestep.events import EpochEnd, FitEnd, FitStart, Logged
-from purestep.sinks import guarded, mlflow, wandb
+from purestep.sinks import guarded, mlflow, trackers, wandb
 
 BATCH = torch.ones(4, 2), torch.ones(4, 1)
 
@@ -92,6 +93,69 @@ def test_mlflow_has_each_point_once_and_how_the_run_ended(store: Any, tmp_path: 
         mlflow(tracking_uri=uri, run_id="no-such-run")(start(tmp_path))
 
 
+class Server:
+    """A stand-in for MLflow's client: runs by id, with experiment and tags."""
+
+    def __init__(self, **runs: tuple[str, str]) -> None:
+        self.runs = {name: (place, {"mlflow.user": user}) for name, (place, user) in runs.items()}
+        self.written: list[str] = []
+
+    def get_run(self, run_id: str) -> Any:
+        place, tags = self.runs[run_id]
+        return SimpleNamespace(info=SimpleNamespace(experiment_id=place, user_id="x"), data=SimpleNamespace(tags=tags))
+
+    def get_experiment_by_name(self, name: str) -> Any:
+        return SimpleNamespace(experiment_id="7")
+
+    def create_run(self, place: str, run_name: str | None) -> Any:
+        self.runs["new"] = place, {}
+        return SimpleNamespace(info=SimpleNamespace(run_id="new"))
+
+    def set_tag(self, run_id: str, name: str, value: str) -> None:
+        self.runs[run_id][1][name] = value
+
+    def update_run(self, run_id: str, status: str) -> None:
+        self.written.append(run_id)
+
+    def log_batch(self, run_id: str, **values: Any) -> None:
+        self.written.append(run_id)
+
+
+OWNERS = {"mine": ("7", getpass.getuser()), "theirs": ("7", "eve"), "elsewhere": ("8", getpass.getuser())}
+
+
+@pytest.mark.parametrize("run_id", ["mine", "theirs", "elsewhere", "gone", "../x", "a b"])
+def test_an_id_in_a_directory_goes_on_only_with_a_run_of_the_same_project_and_user(
+    run_id: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    server, entities = Server(**OWNERS), SimpleNamespace(Param=tuple)
+    sink = trackers.MLflow(server, entities, None, {"experiment": "digits", "name": None, "params": {}})
+    (tmp_path / "mlflow_id.txt").write_text(run_id)
+    with caplog.at_level(logging.WARNING, "purestep"):
+        sink(start(tmp_path, updates=4, resumed=True))
+    expected = "mine" if run_id == "mine" else "new"
+    assert sink.run_id == expected == (tmp_path / "mlflow_id.txt").read_text().strip()
+    assert set(server.written) <= {expected}
+    assert ("begins a new run" in caplog.text) == (expected == "new")
+    assert trackers.MLflow(server, entities, None, sink._settings)._found(tmp_path / "mlflow_id.txt") == expected
+
+
+@pytest.mark.parametrize("user", ["me", "eve"])
+def test_wandb_asks_its_server_whose_run_it_is(user: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    asked: list[str] = []
+
+    def run(path: str) -> Any:
+        asked.append(path)
+        return SimpleNamespace(user=SimpleNamespace(username=user))
+
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    client = SimpleNamespace(Api=lambda: SimpleNamespace(run=run, viewer=SimpleNamespace(username="me")))
+    sink = trackers.Wandb(client, None, {"project": "digits", "name": None})
+    (tmp_path / "wandb_id.txt").write_text("abc\n")
+    assert sink._found(tmp_path / "wandb_id.txt") == ("abc" if user == "me" else None)
+    assert asked == ["digits/abc"]
+
+
 # --- Weights & Biases -------------------------------------------------------------------------------------------------
 
 
@@ -158,7 +222,7 @@ def test_wandb_says_that_a_run_failed_and_leaves_another_run_as_it_is(tmp_path: 
     assert (ids, codes, rows[0]["updates"]) == (["abc"], [1], "2")
 
 
-class Server:
+class WandbServer:
     """The calls of W&B's client, and what its server knows of a run when it is resumed: the summary."""
 
     def __init__(self) -> None:
@@ -176,7 +240,7 @@ class Server:
 @pytest.mark.parametrize("resumed", [0, 2], ids=["begins again", "resumed"])
 def test_wandb_has_each_point_once(resumed: int, tmp_path: Path):
     """A killed run of an id that is given begins again without a snapshot, or goes on from one."""
-    server = Server()
+    server = WandbServer()
     killed = ps.sinks.Wandb(server, "mine", {})
     for event in (start(tmp_path), logged(2), logged(4), row(1), logged(6)):
         killed(event)

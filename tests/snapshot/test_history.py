@@ -13,7 +13,7 @@ from rigs.faults import planting
 import purestep as ps
 from purestep import snapshot
 from purestep.errors import Corrupt, SnapshotError
-from purestep.loop.loop_state import LoopState, from_json, to_store, with_row
+from purestep.loop.loop_state import LoopState, from_json, to_json, with_row
 from purestep.snapshot import Snapshots
 
 STATE = {"w": torch.zeros(2)}
@@ -78,7 +78,7 @@ def test_histories_are_values() -> None:
     assert one == {"epoch": [1, 2], "loss": [0.5, None]}
     assert (first["epoch"], second["epoch"], second["more"]) == ([1, 2, 3], [1, 2, 30], [None] * 3)
     loop = LoopState(history=one)
-    assert from_json(to_store(loop), loop.history).history == one
+    assert from_json(to_json(loop), loop.history).history == one
 
 
 def test_a_resumed_run_has_the_whole_history(tmp_path: Path) -> None:

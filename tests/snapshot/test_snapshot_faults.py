@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import logging
 import os
 import shutil
@@ -13,15 +14,18 @@ import threading
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
+import tensorstore
 import torch
 from rigs import forkserver
 from rigs.faults.planting import forge
 from rigs.faults.running import state
 from saving import assert_same, small
 
+import purestep as ps
 from purestep import errors
-from purestep.snapshot import Snapshots, manifest, orbax_io, writer
+from purestep.snapshot import Snapshots, manifest, orbax_io, verify, writer
 from purestep.snapshot import reader as reader_
 
 
@@ -174,14 +178,13 @@ def test_no_memory_for_the_host_copy(tmp_path, monkeypatch):
         snapshots.save(1, small())
 
 
-def test_a_save_without_memory_is_not_repeated_at_once(tmp_path, monkeypatch):
+def test_a_failed_save_is_not_due_again_at_the_next_call(tmp_path, monkeypatch):
     monkeypatch.setenv("PURESTEP_FAILPOINT", "snapshot.copy=raise:MemoryError")
-    with Snapshots(tmp_path, every_steps=2, on_save_error="continue") as snapshots:
-        assert snapshots.due(updates=2, epoch=0)
-        snapshots.save(2, small())
-        assert snapshots.failed == 1
-        assert not snapshots.due(updates=3, epoch=0)
-        assert snapshots.due(updates=4, epoch=0)
+    program = ps.program(torch.nn.Linear(1, 1), ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
+    batches = [(torch.ones(2, 1), torch.ones(2, 1))] * 5
+    with Snapshots(tmp_path, every_steps=2, every_epochs=None, on_save_error="continue") as snapshots:
+        ps.fit(program.init(), batches, program, epochs=1, snapshots=snapshots, sinks=[])
+        assert snapshots.failed == 3  # behind 2 and 4 updates, and at the end
 
 
 def test_a_step_whose_name_was_not_flushed_is_not_called_unwritten(tmp_path, monkeypatch):
@@ -258,6 +261,8 @@ def leaf(**changes) -> dict[str, object]:
         ({"metrics": {"loss": "low"}}, "not a manifest"),
         ({"monitor": "loss"}, "not a manifest: monitor"),
         ({"monitor": ["loss", "best"]}, "not a manifest: monitor"),
+        ({"leaves": {"w": leaf(shape=[10**12])}}, "4,000,000,000,000 bytes of values in files of [0-9,]* bytes"),
+        ({"format": 2, "parts": 10**12}, "1,000,000,000,000 parts in 0 folders"),
     ],
 )
 def test_manifests_that_lie(tmp_path, whole, changes, text):
@@ -266,6 +271,59 @@ def test_manifests_that_lie(tmp_path, whole, changes, text):
     forge(tmp_path / "copy" / "1", lambda record: record.update(changes))
     with pytest.raises(errors.Corrupt, match=text):
         Snapshots(tmp_path / "copy").restore(state(0), step=1)
+
+
+@pytest.mark.parametrize("kind", ["more rows", "compressed", "in files"])
+def test_metadata_of_arrays_that_lie(tmp_path, whole, kind):
+    """Those of orbax's files: a few bytes could claim terabytes, which it would allocate."""
+    shutil.copytree(whole, tmp_path / "copy")
+    folder = tmp_path / "copy" / "1" / "state"
+    if kind == "in files":
+        path = folder / "_METADATA"
+        path.write_text(path.read_text().replace('"use_ocdbt": true', '"use_ocdbt": false'))
+    else:
+        store = tensorstore.KvStore.open({"driver": "ocdbt", "base": f"file://{folder}/"}).result()
+        about = json.loads(store.read("w/zarr.json").result().value)
+        if kind == "compressed":
+            about["codecs"][0]["configuration"]["codecs"].append({"name": "zstd"})
+        else:
+            about["shape"][0] *= 10**9
+        store.write("w/zarr.json", json.dumps(about).encode()).result()
+    listed = {name: file._asdict() for name, file in manifest.inventory(tmp_path / "copy" / "1").items()}
+    forge(tmp_path / "copy" / "1", lambda record: record.update(files=listed))
+    with pytest.raises(errors.Corrupt, match="not stored as purestep stores|the metadata of w claim"):
+        Snapshots(tmp_path / "copy").restore(state(0), step=1)
+    assert "ValueError" in str(verify(tmp_path / "copy", 1))
+
+
+def test_a_history_that_claims_more_than_its_file_has(tmp_path):
+    with Snapshots(tmp_path) as snapshots:
+        snapshots.save(1, state(1), history={"loss": [0.5, None]})
+    path = tmp_path / "1" / "history.npy"
+    path.write_bytes(path.read_bytes().replace(b"(2, 1)", b"(9999999999, 1)").replace(b" " * 9 + b"\n", b"\n"))
+    listed = {name: file._asdict() for name, file in manifest.inventory(tmp_path / "1").items()}
+    forge(tmp_path / "1", lambda record: record.update(files=listed))
+    with pytest.raises(errors.Corrupt, match=r"history\.npy: cannot be read"):
+        Snapshots(tmp_path, writer=False).restore(state(0))
+
+
+def test_bytes_of_a_bool_are_those_of_a_bool():
+    leaf, piece = manifest.Leaf("bool", (2,)), manifest.Piece(0, 0, 2)
+    manifest.check_values("flags", leaf, piece, np.array([True, False]), where="1")
+    with pytest.raises(errors.Corrupt, match="flags has other bytes than those of True and False"):
+        manifest.check_values("flags", leaf, piece, np.array([2, 0], np.uint8).view(bool), where="1")
+
+
+def test_a_link_is_no_staging_directory(tmp_path, monkeypatch):
+    """Names of what is being written are random: here one is known, and a link to a directory has it."""
+    monkeypatch.setattr("secrets.token_hex", lambda count: "0" * 2 * count)
+    (tmp_path / "outside").mkdir()
+    with Snapshots(tmp_path / "run") as snapshots:
+        (tmp_path / "run" / f".tmp-1-{'0' * 16}").symlink_to(tmp_path / "outside")
+        snapshots.save(1, state(1))
+        snapshots.wait()
+    assert not list((tmp_path / "outside").iterdir())
+    assert_same(Snapshots(tmp_path / "run").restore(state(0)).state, state(1))
 
 
 # --- manners ------------------------------------------------------------------------------------------------------

@@ -14,14 +14,11 @@ from .. import tree
 from ..errors import DataError, StepContractError
 from ..metrics import mean as means
 from ..step import Parts, wide
-from ..torch_ext import tensor_layout
+from ..torch_ext import hidden, tensor_layout
 from ..types import Mean, Metrics, Params, TrainState
 from . import plain_functions
 
-_MAPPED = (
-    "use operations that torch.func maps (tests/derivatives/layers.md lists layers), or call program.train_step on "
-    "single rows"
-)
+_MAPPED = "use operations that torch.func maps, or call program.train_step on single rows"
 CHUNK_BYTES = 256 * 2**20
 """Gradients of one chunk take about this much memory if the caller sets no ``chunk_size``."""
 
@@ -149,9 +146,8 @@ def _norms(grads: Params) -> Tensor:
 def _check_modules(root: nn.Module, where: str) -> None:
     """Raise StepContractError for a layer that computes statistics of the batch."""
     for name, module in root.named_modules():
-        mixes = isinstance(module, nn.modules.batchnorm._BatchNorm)  # pyright: ignore[reportPrivateUsage]
-        tracks = isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats  # pyright: ignore[reportPrivateUsage]
-        if module.training and (mixes or tracks):
+        tracks = hidden.is_instance_norm(module) and module.track_running_stats
+        if module.training and (hidden.is_batch_norm(module) or tracks):
             raise StepContractError(
                 f"a {type(module).__name__} in train mode uses statistics of the whole batch, so a single "
                 "example has no gradient",

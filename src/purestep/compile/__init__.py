@@ -13,6 +13,7 @@
     backends          plug-ins for devices (`cpu`, `cuda`), and the settings of inductor's public entry
     lower             inductor's lowering of a graph, for the plug-ins
     cuda              a graph for one GPU
+    code_directory    the directory of compiled code, and whose it is
     buffers           the buffers of a state, which a step writes in place
     live_state        a state in such buffers, whose reads raise after its donation
     eager_donation    the same for eager steps

@@ -148,16 +148,16 @@ class StateBuffers(Store):
     def __init__(
         self,
         state: Tree,
-        layout: packed.Layout | None,
-        layouts: object,
+        packing: packed.Packing | None,
+        packings: object,
         *,
         adopt: bool = False,
         shares_frozen: bool = True,
     ) -> None:
         super().__init__()
-        self.layout = layout
-        self.layouts = layouts  # of the compiled steps that share this layout
-        flat = state if layout is None else packed.pack(layout, state)
+        self.packing = packing
+        self.packings = packings  # of the compiled steps that share this packing
+        flat = state if packing is None else packed.pack(packing, state)
         assert flat is not None
         self.slots = place(flat)
         leaves = tree.leaves(flat)
@@ -172,7 +172,7 @@ class StateBuffers(Store):
         self.signature: tuple[Any, ...] = ()  # of the buffers, as graphs expect them; see `guards.signature`
         keys = [part.key.to("cpu", copy=True) for part in states(flat)]
         whole = tree.unflatten(self.slots.treedef, self.slots.gather(self.buffers, keys))
-        self.named = whole if layout is None else packed.unpack(layout, whole)
+        self.named = whole if packing is None else packed.unpack(packing, whole)
         self.hosts = [HostCounters(part) for part in states(self.named)]
         self.device = self.buffers[0].device
         self.parts = [tuple(part) for part in states(self.named)]

@@ -20,7 +20,7 @@ from torch import Tensor
 from .. import rng, tree
 from ..errors import PurestepError, StepContractError
 from ..torch_ext import draws, global_rng, host_generators, tracing
-from . import backends, control_flow, fx_passes, inductor_fixes, recurrent_layers, sizes
+from . import backends, code_directory, control_flow, fx_passes, inductor_fixes, recurrent_layers, sizes
 from .outside import Unwritten, lifted
 
 if TYPE_CHECKING:  # loading torch.fx's tracing doubles the time of `import purestep`
@@ -318,6 +318,7 @@ def _lower(
         return _unpacked(fx_passes.reshaped(graph))
     if backend != "inductor":
         return _unpacked(backend(graph, inputs))
+    code_directory.directory(whole=True)
     # `standalone_compile` is documented, but not yet public.
     inductor: Any = importlib.import_module("torch._inductor")
     on_cpu = all(leaf.device.type == "cpu" for leaf in inputs)

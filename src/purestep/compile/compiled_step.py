@@ -77,13 +77,13 @@ class CompiledStep:
         self.static = static
         # The functions of one program exchange states.
         self._stream = static.stream if static else ()
-        self.layouts = shared_with.layouts if shared_with else packed.Layouts(static.labels if static else None)
+        self.packings = shared_with.packings if shared_with else packed.Packings(static.labels if static else None)
         self.eager = step
         self._flush = flush
         self.unroll = unroll
         self._replays = CudaGraphs(required=bool(cuda_graph)) if cuda_graph is not False and donate else None
         self._is_windowed = static is not None and static.accumulate > 1
-        self._steps: dict[packed.Layout | None, Callable[..., Any]] = {None: step}
+        self._steps: dict[packed.Packing | None, Callable[..., Any]] = {None: step}
         self._graphs = Graphs(options, step)
         self._last: dict[tuple[type[Accum], ...], _Last] = {}
 
@@ -140,7 +140,7 @@ class CompiledStep:
             try:
                 return store, self._call_once(store, batch, unlike)
             except packed.Split as split:
-                self.layouts.split(split.names)
+                self.packings.split(split.names)
                 fresh = self._copy_in(store.live())
                 store.begin()  # invalidates the input state
                 store.end(0)
@@ -194,8 +194,8 @@ class CompiledStep:
         graph = self._graphs.find(key, leaves, store.buffers, lambda: self._core(store, phase, treedef))
         same = signature_guard([*store.buffers, *leaves, *graph.outside])
         given: Any = batch[0] if len(batch) == 1 else None
-        plain = type(given) in (tuple, list) and all(type(leaf) is Tensor for leaf in given)
-        only = (type(given), len(given)) if plain else None
+        is_flat = type(given) in (tuple, list) and all(type(leaf) is Tensor for leaf in given)
+        only = (type(given), len(given)) if is_flat else None
         self._last[phase] = _Last(store.slots, self._graphs.surroundings(), treedef, only, same, graph)
         return graph, leaves
 
@@ -208,7 +208,7 @@ class CompiledStep:
             return None  # of an eager step, or one of several states that share these buffers
         if (store.holds_callers and self.static is None) or not store.is_unmodified():
             return None
-        known = store.layout is None or store.layouts is self.layouts or self.layouts.known(store.layout)
+        known = store.packing is None or store.packings is self.packings or self.packings.known(store.packing)
         return store if known else None
 
     def _copy_in(self, state: Any) -> StateBuffers:
@@ -217,7 +217,7 @@ class CompiledStep:
         given = live_state.plain(state)
         own = self.static is None  # a user-defined step may write leaves that a program's step never writes
         store = StateBuffers(
-            given, self.layouts.of(given), self.layouts, adopt=self.donate == "init", shares_frozen=not own
+            given, self.packings.of(given), self.packings, adopt=self.donate == "init", shares_frozen=not own
         )
         if self._replays is not None and self._replays.required and store.structure is None:
             what = "a CUDA graph replays on the memory of its state, and this tree has leaves beside its TrainStates"
@@ -229,20 +229,20 @@ class CompiledStep:
     def _intern_slots(self, store: StateBuffers) -> StateBuffers:
         # States of one structure share a Slots object: its identity is part of the key of a graph.
         store.signature = signature(store.buffers)
-        key = (store.layout, store.slots.treedef, store.slots.places, store.slots.keys, store.signature)
+        key = (store.packing, store.slots.treedef, store.slots.places, store.slots.keys, store.signature)
         store.slots = self._graphs.slots.setdefault(key, store.slots)
         return store
 
     def _steps_of(self, step: Callable[..., Any]) -> Callable[..., Any]:
         return step if self.unroll == 1 else unrolled(step)
 
-    def _step_on(self, layout: packed.Layout | None) -> Callable[..., Any]:
-        if layout not in self._steps:
-            assert layout is not None
+    def _step_on(self, packing: packed.Packing | None) -> Callable[..., Any]:
+        if packing not in self._steps:
+            assert packing is not None
             assert self.static is not None
-            steps: Steps = self.static.made.steps(layout.form)
-            self._steps[layout] = steps.flush if self._flush else steps.train_step
-        return self._steps[layout]
+            steps: Steps = self.static.made.steps(packing.form)
+            self._steps[packing] = steps.flush if self._flush else steps.train_step
+        return self._steps[packing]
 
     def _phase(self, store: StateBuffers) -> tuple[type[Accum], ...]:
         """The type of accumulator that selects the graph, for each state. The host counts a program's windows. A
@@ -267,7 +267,7 @@ class CompiledStep:
                 host.left = self.static.accumulate if self._flush or host.left == 1 else host.left - 1
 
     def _core(self, store: StateBuffers, phase: tuple[type[Accum], ...], treedef: tree.TreeDef) -> Callable[..., Any]:
-        slots, step = store.slots, self._steps_of(self._step_on(store.layout))
+        slots, step = store.slots, self._steps_of(self._step_on(store.packing))
 
         def core(buffers: list[Tensor], batch: list[Any]) -> Any:
             old = slots.gather(buffers)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import tree
 from ..errors import StepContractError
-from ..metrics import merge
+from ..metrics import merge, outputs
 from ..types import Metrics
 
 
@@ -102,6 +102,12 @@ def unrolled(step: Callable[..., Any]) -> Callable[..., Any]:
         total: Metrics = {}
         for batch in batches:
             state, metrics = checked(step(state, batch))
+            if outputs(metrics):
+                raise StepContractError(
+                    "hands out outputs, of which the merged metrics of several steps have none",
+                    where="step",
+                    hint="compile_step(step, unroll=1)",
+                )
             total = merge(total, metrics)
         return state, total
 

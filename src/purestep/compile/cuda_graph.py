@@ -24,7 +24,7 @@ from .buffers import StateBuffers, memory_of, strided_clone
 from .guards import signature, signature_guard
 
 Run = Callable[[list[Tensor], list[Any], list[Tensor]], Any]
-"""``(tensors, batch leaves, outside) -> metrics``, like `graphs.Graph`."""
+"""``(tensors, batch leaves, outside) -> metrics``, like `graphs.CompiledGraph`."""
 
 _WARM = 2  # calls before the recording
 _MOST = 16  # recordings of one store; batches of further sizes run without a CUDA graph

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import ema, rng, tree
-from ..state import stacked
+from .. import rng, tree
+from ..state import stacked, views
 from ..torch_ext import draws, tracing
 from ..types import Carrying, EvalStep, TrainState
 from . import live_state
@@ -82,4 +82,4 @@ class CompiledEval:
 
 
 def _to_evaluate(state: Any) -> Any:
-    return ema.for_evaluation(ema.to_evaluate(state)) if isinstance(state, TrainState) else state
+    return views.for_evaluation(views.to_evaluate(state)) if isinstance(state, TrainState) else state

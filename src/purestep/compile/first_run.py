@@ -16,7 +16,7 @@ from ..errors import PurestepError
 from .capture import Uncaptured
 
 Run = Callable[[list[Tensor], list[Any], list[Tensor]], Any]
-"""``(tensors, batch leaves, outside) -> result of the core``, like `graphs.Graph`."""
+"""``(tensors, batch leaves, outside) -> result of the core``, like `graphs.CompiledGraph`."""
 
 
 def guarded(run: Run, tensors: list[Tensor]) -> Run:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..torch_ext import tracing
-from . import backends, control_flow, draw_code, fx_passes, inductor_fixes
+from . import backends, code_directory, control_flow, draw_code, fx_passes, inductor_fixes
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -68,6 +68,7 @@ def functional(graph: GraphModule, inputs: Sequence[Tensor], options: Mapping[st
     from torch.fx import _lazy_graph_module
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+    code_directory.directory(whole=True)
     lazy: Any = _lazy_graph_module
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     fakes = [mode.from_tensor(leaf, static_shapes=True) for leaf in inputs]

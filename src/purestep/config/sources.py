@@ -104,28 +104,11 @@ def read(path: str | Path) -> dict[str, Any]:
         found = parsers[file.suffix](file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}", where=str(file), hint="check the path") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"does not parse: {error}", where=str(file), hint=f"correct the {file.suffix[1:]}") from error
     if not isinstance(found, dict):
         raise ConfigError(f"holds a {type(found).__name__}", where=str(file), hint='write a mapping: {"epochs": 10}')
     return found
-
-
-def load(path: str | Path) -> FitConfig:
-    """The `FitConfig` in a JSON or TOML file.
-
-    Raises:
-        ConfigError: as `read` and `FitConfig`.
-
-    Example:
-        >>> import json, tempfile
-        >>> path = Path(tempfile.mkdtemp(), "fit.json")
-        >>> config = FitConfig(epochs=3, monitor="val_loss")
-        >>> _ = path.write_text(json.dumps(config.to_dict()))
-        >>> load(path) == config
-        True
-    """
-    return resolve(Path(path))
 
 
 def count_batches(limit: int | float | None, length: int | None, *, loader: str) -> int | None:

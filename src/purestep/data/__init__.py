@@ -20,4 +20,5 @@ from .device import device_of as device_of
 from .device import prefetch as prefetch
 from .device import to_device as to_device
 from .feed import Feed as Feed
+from .iterable import held as held
 from .open_feed import open_feed as open_feed

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from .. import tree as trees
 from ..errors import DataError
-from ..precision import usable
+from ..state import usable_device
 from ..torch_ext import tensor_layout
 from ..types import Batch, Device, TrainState, Tree
 
@@ -67,7 +67,7 @@ def device_of(like: Tree) -> Device:
     if isinstance(like, torch.device):
         return like
     if isinstance(like, str):
-        return usable(like)
+        return usable_device(like)
     if isinstance(like, Tensor):
         return like.device
     if isinstance(like, TrainState):

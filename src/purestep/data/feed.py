@@ -56,27 +56,25 @@ class Feed(ABC):
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
         """The batches of an epoch from ``start`` on, with the loader's own errors."""
 
-    def cut(self, first: int | float, *, hold: bool = False) -> Feed:
+    def cut(self, first: int | float) -> Feed:
         """A feed of the same loader with the first batches of each epoch alone; see `open_feed`.
 
         Raises:
             ConfigError: ``first`` is no number of batches, or it is a share and the loader has no length.
         """
         if not is_number(first) or first <= 0 or (isinstance(first, float) and not first <= 1):
-            hint = "overfit_batches=1" if hold else "pass 100 (batches) or 0.25 (a quarter of the epoch)"
-            raise ConfigError(f"{first!r} batches{' to overfit' * hold}", where=self.name, hint=hint)
+            hint = "pass 100 (batches) or 0.25 (a quarter of the epoch)"
+            raise ConfigError(f"{first!r} batches", where=self.name, hint=hint)
         if isinstance(first, float) and not self.length:
             what = f'limit_batches={{"{self.name}": {first}}} needs len(loader), and the loader {self.name!r} has none'
             raise ConfigError(what, where="fit", hint=f'pass a number of batches: limit_batches={{"{self.name}": 100}}')
-        if first == 1.0 and isinstance(first, float) and not hold:
+        if first == 1.0 and isinstance(first, float):
             return self
-        found = copy.copy(self.in_order() if hold else self)
+        found = copy.copy(self)
         found._share = first if isinstance(first, float) else None
         count = max(1, whole(first * (self.length or 1))) if isinstance(first, float) else first
         found._first = count if found._first is None else min(count, found._first)
         found.length = found._first if found.length is None else min(found._first, found.length)
-        if hold:
-            return HeldFeed(found, count)
         found.facts = {**found.facts, "limit": first if found._share and not found.exact else count}
         return found
 
@@ -274,44 +272,6 @@ class Feed(ABC):
             where=self.name,
             hint="check the dataset's length, and batch_size if drop_last=True",
         )
-
-
-class HeldFeed(Feed):
-    """The batches of the first epoch of a feed, in every epoch. They are loaded once.
-
-    Args:
-        feed: which is cut.
-        count: the number of batches that were asked for.
-    """
-
-    def __init__(self, feed: Feed, count: int) -> None:
-        facts = {**feed.facts, "overfit": count}
-        super().__init__(name=feed.name, length=feed.length, facts=facts, exact=feed.exact)
-        self.is_divided = feed.is_divided
-        self._first = feed._first
-        self._feed = feed
-        self._held: list[Batch] | None = None
-
-    def _all(self) -> list[Batch]:
-        if self._held is None:
-            self._held = list(self._feed.epoch(0))
-            self._feed.close()
-        return self._held
-
-    def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        return iter(self._all()[start:])
-
-    def count(self, epoch: int) -> int | None:
-        return len(self._all())
-
-    def indices(self, epoch: int, batch: int) -> list[Any] | None:
-        return self._feed.indices(epoch, batch)
-
-    def order(self, epoch: int, batch: int) -> int:
-        return self._feed.order(epoch, batch)
-
-    def close(self) -> None:
-        self._feed.close()
 
 
 def _cure(message: str) -> str:

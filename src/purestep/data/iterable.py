@@ -29,17 +29,24 @@ _END: Any = object()
 class SequenceFeed(Feed):
     """A list or tuple of batches, in the same order in every epoch."""
 
-    def __init__(self, batches: Sequence[Batch], *, name: str) -> None:
-        super().__init__(
-            name=name,
-            length=len(batches),
-            facts={"kind": "sequence", "batches": len(batches)},
-            exact=True,
-        )
+    def __init__(self, batches: Sequence[Batch], *, name: str, facts: Mapping[str, Any] | None = None) -> None:
+        facts = {"kind": "sequence", "batches": len(batches)} if facts is None else facts
+        super().__init__(name=name, length=len(batches), facts=facts, exact=True)
         self._source = batches
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
         return (self._source[index] for index in range(start, len(self._source)))
+
+
+def held(feed: Feed, count: int) -> Feed:
+    """Load the first batches of the first epoch, without shuffling, and return a feed that has them in every epoch."""
+    ordered = feed.in_order()
+    cut = ordered.cut(count)
+    batches = list(cut.epoch(0))
+    cut.close()
+    found = SequenceFeed(batches, name=feed.name, facts={**ordered.facts, "overfit": count})
+    found.is_divided = feed.is_divided
+    return found
 
 
 class IterableFeed(Feed):

@@ -109,14 +109,9 @@ class Batches(Dataset[Loaded]):
         if several is not None and not (self._draws or self._generators):
             # One call for all items is many times faster, but cannot seed each of them.
             before = random_state.states()
-            try:
-                items = several(ticket.indices)
-            except Exception:  # it may depend on a draw
-                if random_state.states() == before:
-                    raise
-            else:
-                if random_state.states() == before:
-                    return items
+            items = several(ticket.indices)
+            if random_state.states() == before:
+                return items
             self.__dict__["_draws"] = True
         return [self._item(ticket, index) for index in ticket.indices]
 
@@ -138,10 +133,7 @@ class Batches(Dataset[Loaded]):
         collate = _owner(self._collate)
         if str(getattr(collate, "__module__", "")).startswith(("torch.utils.data.", "torchdata.")):
             return ""
-        try:
-            again = [fingerprint(self._collated(ticket, self._items(ticket))) for _ in range(2)]
-        except Exception:  # raised again, with the place, if a batch of the run raises it
-            return ""
+        again = [fingerprint(self._collated(ticket, self._items(ticket))) for _ in range(2)]
         name = getattr(collate, "__qualname__", type(collate).__name__)
         return (
             ""

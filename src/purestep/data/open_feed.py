@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ..errors import DataError, RankError
-from ..parallel import Mesh, Sharded
+from ..parallel import Mesh, loaders
 from ..rng import mix
 from ..types import Batch
 from . import random_state
@@ -31,7 +31,6 @@ def open_feed(
     timeout: float = 300.0,
     repeats: bool = False,
     first: int | float | None = None,
-    hold: bool = False,
     mesh: Mesh | None = None,
     replay: bool = False,
 ) -> Feed:
@@ -72,7 +71,6 @@ def open_feed(
         repeats: every pass over an epoch starts at the same place, as an evaluation needs.
         first: the batches of an epoch: a number (int, >= 1), or a share of ``len(loader)`` (float in (0, 1]; at least
             one batch). None: all.
-        hold: every epoch has the first batches of the first epoch, loaded once, without shuffling.
         mesh: of several processes, each of which calls this function: the batches are this process's shares. None: one
             process.
         replay: enter an epoch by loading and dropping also if the loader or its dataset has ``state_dict``. For one
@@ -93,8 +91,8 @@ def open_feed(
         >>> list(open_feed([1, 2, 3, 4], first=0.5).epoch(7))
         [1, 2]
     """
-    division = loader if isinstance(loader, Sharded) else None
-    loader = loader.loader if isinstance(loader, Sharded) else loader
+    division = loader if isinstance(loader, loaders.Sharded) else None
+    loader = loader.loader if isinstance(loader, loaders.Sharded) else loader
     if isinstance(loader, Feed):
         feed = loader
     else:
@@ -108,10 +106,10 @@ def open_feed(
                 hint="check the dataset's length, and batch_size if drop_last=True",
             )
     feed = feed if mesh is None else _divided(feed, division, mesh)
-    return feed if first is None else feed.cut(first, hold=hold)
+    return feed if first is None else feed.cut(first)
 
 
-def _divided(feed: Feed, division: Sharded | None, mesh: Mesh) -> Feed:
+def _divided(feed: Feed, division: loaders.Sharded | None, mesh: Mesh) -> Feed:
     """The feed of one of several processes.
 
     Raises:

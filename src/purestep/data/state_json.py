@@ -60,9 +60,20 @@ def encode(value: Any, *, where: str = "loader", path: str = "state_dict()") -> 
 
 
 def decode(value: Any) -> Any:
-    """The inverse of `encode`. numpy numbers come back as Python numbers."""
+    """The inverse of `encode`. numpy numbers come back as Python numbers.
+
+    Raises:
+        DataError: the value is not one of `encode`.
+    """
+    try:
+        return _decoded(value)
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise DataError(f"its stored state is damaged: {error!r}", hint="use another snapshot") from error
+
+
+def _decoded(value: Any) -> Any:
     if isinstance(value, list):
-        return [decode(part) for part in cast(list[Any], value)]
+        return [_decoded(part) for part in cast(list[Any], value)]
     if not isinstance(value, dict):
         return value
     stored = cast(dict[str, Any], value)
@@ -70,14 +81,14 @@ def decode(value: Any) -> Any:
     if kind == "bytes":
         return base64.b64decode(stored["data"])
     if kind == "tuple":
-        return tuple(decode(part) for part in stored["items"])
+        return tuple(_decoded(part) for part in stored["items"])
     if kind == "dict":
-        return {decode(key): decode(part) for key, part in stored["items"]}
+        return {_decoded(key): _decoded(part) for key, part in stored["items"]}
     raw = bytearray(base64.b64decode(stored["data"]))
     if kind == "array":
         return np.frombuffer(raw, dtype=np.dtype(stored["dtype"])).reshape(stored["shape"])
     flat = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
-    return flat.view(getattr(torch, stored["dtype"])).reshape(stored["shape"])
+    return tensor_layout.from_bytes(flat, stored["dtype"], stored["shape"])
 
 
 def _text(raw: bytes) -> str:

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
-from torch.utils.data._utils import signal_handling
+
+from ..torch_ext import hidden
 
 
 class Engine:
@@ -58,7 +59,7 @@ class Engine:
             self.starting = not self._workers  # the first wait checks which workers have died
             with _worker_deaths.waits(self):
                 iterator = iter(loader)
-                self._workers = list(getattr(iterator, "_workers", ()))  # torch has no public name for them
+                self._workers = hidden.loader_workers(iterator)
                 self.starting = False
             while True:
                 with _worker_deaths.waits(self):
@@ -142,10 +143,9 @@ class _WorkerDeaths:
             self._waiting = before
 
     def _set(self) -> None:
-        torchs = signal_handling._set_SIGCHLD_handler  # pyright: ignore[reportPrivateUsage]
-        torchs()  # once per process, as iter(DataLoader) would
+        home = hidden.set_worker_handler()  # once per process, as iter(DataLoader) would
         found = signal.getsignal(signal.SIGCHLD)
-        if callable(found) and getattr(found, "__module__", "") == signal_handling.__name__:
+        if callable(found) and getattr(found, "__module__", "") == home:
             self._raises = found
             signal.signal(signal.SIGCHLD, self._handle)
 

@@ -60,16 +60,16 @@ def repeated(step: Callable[[Tree, Any], Any], state: Tree, batch: Any) -> Repea
         named |= {name: getattr(state, name) for name in ("params", "frozen", "buffers")}
         scale = 1.0 if isinstance(state.scaler, Empty) else float(state.scaler.scale)
     leaves, first, module, operation = bad_leaves(named), None, "", ""
-    watch = Watch()
-    with watch:
+    found = FirstNonFinite()
+    with found:
         result = step(state, batch)
     if leaves:
         first = f"{leaves[0][0]}: {leaves[0][1]} numbers are not finite"
-    elif watch.first is not None:
-        first, module, operation = watch.first
+    elif found.first is not None:
+        first, module, operation = found.first
     else:
         first, operation = backward(lambda: step(state, batch))
-    return Repeated(result, None if watch.loss is None else watch.loss / scale, leaves, first, module, operation)
+    return Repeated(result, None if found.loss is None else found.loss / scale, leaves, first, module, operation)
 
 
 def differentiates(function: Any) -> bool:
@@ -79,7 +79,7 @@ def differentiates(function: Any) -> bool:
     return getattr(function, "__name__", "") == "grad" and getattr(function, "__module__", "") == "torch.autograd"
 
 
-class Watch(TorchFunctionMode):
+class FirstNonFinite(TorchFunctionMode):
     """Checks the result of every operation of a forward pass.
 
     ``first`` is (text, module, operation) of the first operation with finite arguments and a result that is not finite,
@@ -95,10 +95,10 @@ class Watch(TorchFunctionMode):
         self._names: dict[nn.Module, str] = {}
         self._hooks = ExitStack()
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> FirstNonFinite:
         for hook in (
             hooks.register_module_forward_pre_hook(self._entered),
-            hooks.register_module_forward_hook(self._left, always_call=True),
+            hooks.register_module_forward_hook(self._exited, always_call=True),
         ):
             self._hooks.callback(hook.remove)
         super().__enter__()
@@ -113,7 +113,7 @@ class Watch(TorchFunctionMode):
             self._names = {found: name for name, found in module.named_modules()}
         self._inside.append(module)
 
-    def _left(self, module: nn.Module, inputs: Any, output: Any) -> None:
+    def _exited(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self._inside.pop()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from .. import tree
 from ..errors import StepContractError
-from ..torch_ext import global_rng, host_generators, tensor_layout
+from ..torch_ext import global_rng, hidden, host_generators, tensor_layout
 from ..types import Metrics, Tree
 
 _CHUNK = 1 << 20  # elements to fingerprint at a time, to bound the memory
@@ -101,7 +101,7 @@ def version(leaf: Any) -> int:
     """The number of in-place writes to a tensor; 0 for a leaf that does not count them."""
     if not isinstance(leaf, Tensor) or leaf.is_inference():
         return 0
-    return leaf._version  # pyright: ignore[reportPrivateUsage]  # no public name
+    return hidden.version(leaf)
 
 
 def versions(part: Tree) -> list[int]:

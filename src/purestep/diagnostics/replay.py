@@ -1,32 +1,29 @@
 """Write the state and the batch of a step to one file, bit for bit, and read them to repeat the step elsewhere.
 
 The file is a safetensors file. Its metadata contain a JSON text and the digest of this text. The JSON has the structure
-of both trees, the memory layout and the digest of every tensor, and notes. Reading runs and imports nothing: dicts,
-lists and tuples come back as such, NamedTuples of the state as those of a template, other objects as namespaces.
+of both trees (`tree_json`), the memory layout and the digest of every tensor, and notes. Reading runs and imports
+nothing: dicts, lists and tuples come back as such, NamedTuples of the state as those of a template, other objects as
+namespaces.
 """
 
 from __future__ import annotations
 
 import json
 import zlib
-from collections import namedtuple
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from .. import tree
-from ..errors import Corrupt, Mismatch, NotFound, StateError
+from ..errors import Corrupt, Mismatch, NotFound
 from ..files import replacing, write_failed
-from ..torch_ext import tensor_layout
+from ..state import tree_json
 from ..types import Tree
 
 FORMAT = 2
-_PLAIN = (bool, int, float, str)
 
 
 class Incident(NamedTuple):
@@ -56,8 +53,8 @@ def write(path: Path | str, state: Tree, batch: Any, notes: Mapping[str, Any]) -
     tensors: dict[str, Tensor] = {}
     about = {
         "format": FORMAT,
-        "state": [_stored(f"state/{place}", leaf, tensors) for place, leaf in tree.with_paths(state)],
-        "batch": _node("batch", tree.dicts(batch), tensors),
+        "state": [tree_json.stored(f"state/{place}", leaf, tensors) for place, leaf in tree.with_paths(state)],
+        "batch": tree_json.encode("batch", tree.dicts(batch), tensors),
         "notes": dict(notes),
     }
     text = json.dumps(about)
@@ -79,17 +76,17 @@ def read(path: Path | str, like: Tree, device: torch.device | str = "cpu") -> In
 
     Raises:
         NotFound: the file does not exist.
-        Corrupt: a digest differs.
+        Corrupt: a digest differs, or the parts of a sparse or nested tensor do not fit together.
         Mismatch: the state has another structure.
     """
     about, tensors = _opened(Path(path))
-
-    def leaf(entry: dict[str, Any]) -> Any:
-        return _loaded(entry, tensors, device, where=str(path))
-
-    stored = {entry["path"].removeprefix("state/"): entry for entry in about["state"]}
-    expected = {place: (list(found.shape), str(found.dtype)) for place, found in tree.with_paths(like)}
-    found = {place: (entry["shape"], entry["dtype"]) for place, entry in stored.items()}
+    try:
+        stored = {entry["path"].removeprefix("state/"): entry for entry in about["state"]}
+        found = {place: (entry["shape"], entry["dtype"]) for place, entry in stored.items()}
+        batch, notes = tree_json.decode(about["batch"], tensors, device), dict(about["notes"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise Corrupt(f"cannot be read: {error}", where=str(path)) from error
+    expected = {place: (list(leaf.shape), str(leaf.dtype)) for place, leaf in tree.with_paths(like)}
     if found != expected:
         place = next(place for place in {**expected, **found} if expected.get(place) != found.get(place))
         raise Mismatch(
@@ -97,8 +94,11 @@ def read(path: Path | str, like: Tree, device: torch.device | str = "cpu") -> In
             where=str(path),
             hint="pass the program of that run",
         )
-    state = tree.unflatten(tree.flatten(like)[1], [leaf(stored[place]) for place in expected])
-    return Incident(state, _tree(about["batch"], leaf), about["notes"])
+    try:
+        leaves = [tree_json.loaded(stored[place], tensors, device) for place in expected]
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise Corrupt(str(error), where=str(path)) from error
+    return Incident(tree.unflatten(tree.flatten(like)[1], leaves), batch, notes)
 
 
 # --- the file ---------------------------------------------------------------------------------------------------------
@@ -119,105 +119,8 @@ def _opened(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise Corrupt(f"cannot be read: {error}", where=str(path)) from error
     if metadata.get("crc32") != str(zlib.crc32(text.encode())):
         raise Corrupt("its metadata are damaged (their digest differs)", where=str(path))
+    if not isinstance(about, dict) or not isinstance(about.get("format"), int):
+        raise Corrupt("not a replay file", where=str(path))
     if about["format"] > FORMAT:
         raise Mismatch(f"format {about['format']}, but this version reads up to {FORMAT}", where=str(path))
     return about, tensors
-
-
-def _stored(path: str, leaf: Tensor, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    if leaf.layout != torch.strided or leaf.is_quantized or leaf.device.type == "meta":
-        raise StateError(
-            f"a {leaf.layout} tensor on {leaf.device} cannot be stored", where=path, hint="call .to_dense()"
-        )
-    name = f"{len(tensors)}:{path}"  # a key of a dict may contain a slash
-    tensors[name] = tensor_layout.as_bytes(leaf).to("cpu", copy=True)  # as bytes, because the format lacks some dtypes
-    return {
-        "path": path,
-        "name": name,
-        "shape": list(leaf.shape),
-        "dtype": str(leaf.dtype),
-        "stride": list(torch.empty_like(leaf, device="meta").stride()),  # the choice of kernels depends on it
-        "device": leaf.device.type,
-        "crc32": zlib.crc32(tensors[name].numpy().data),
-    }
-
-
-def _loaded(entry: dict[str, Any], tensors: dict[str, Tensor], device: torch.device | str, *, where: str) -> Tensor:
-    name, dtype = entry["name"], getattr(torch, entry["dtype"].removeprefix("torch."))
-    if name not in tensors or zlib.crc32(tensors[name].numpy().data) != entry["crc32"]:
-        raise Corrupt(f"{entry['path']} is damaged (its digest differs)", where=where)
-    values = tensors[name].view(dtype).view(entry["shape"])
-    target = "cpu" if entry["device"] == "cpu" else device
-    return torch.empty_strided(entry["shape"], entry["stride"], dtype=dtype, device=target).copy_(values)
-
-
-# --- trees as JSON ----------------------------------------------------------------------------------------------------
-
-
-def _node(path: str, node: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    if isinstance(node, Tensor):
-        if not tensor_layout.is_dense(node):
-            return _in_parts(path, node, tensors)
-        return {"tensor": _stored(path, node, tensors)}
-    if isinstance(node, np.ndarray) and node.dtype.kind in "biufc":
-        return {"array": _stored(path, torch.as_tensor(node), tensors)}
-    if node is None or type(node) in _PLAIN:
-        return {"value": node}
-    if isinstance(node, Mapping):
-        pairs = cast("Mapping[Any, Any]", node).items()
-        if all(type(key) in _PLAIN for key, _ in pairs):
-            return {"dict": [[key, _node(f"{path}/{key}", child, tensors)] for key, child in pairs]}
-    if isinstance(node, list | tuple):
-        items = cast("list[Any] | tuple[Any, ...]", node)
-        fields: Any = getattr(items, "_fields", None)
-        children = [_node(f"{path}/{index}", child, tensors) for index, child in enumerate(items)]
-        found: dict[str, Any] = {"list" if isinstance(node, list) else "tuple": children}
-        return found if fields is None else {**found, "name": type(items).__name__, "fields": list(fields)}
-    attributes = tree.attributes(node, where=path)
-    if attributes is not None:
-        return {"object": [[name, _node(f"{path}/{name}", child, tensors)] for name, child in attributes.items()]}
-    kind = f"{type(node).__module__}.{type(node).__qualname__}"
-    raise StateError(f"a {kind} cannot be stored", where=path, hint="pass tensors, numbers and text in dicts and lists")
-
-
-def _in_parts(path: str, node: Tensor, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    jagged: Any = node
-    holes = node.layout is torch.jagged and (jagged.lengths() is not None or not node.is_contiguous())
-    if node.is_quantized or holes:
-        kind = "nested tensor with holes, or a transposed one," if holes else "quantized tensor"
-        raise StateError(f"a {kind} cannot be stored", where=path, hint="call .contiguous(), or pass a dense tensor")
-    layout = str(node.layout)[6:]
-    parts = [_stored(path, part, tensors) for part in tensor_layout.dense_parts(node)]
-    return {"layout": layout, "parts": parts, "shape": [] if node.is_nested else list(node.shape)}
-
-
-def _of_parts(layout: str, parts: list[Tensor], shape: list[int]) -> Tensor:
-    if layout == "strided":
-        return torch.nested.as_nested_tensor(parts)
-    if layout == "jagged":
-        return torch.nested.nested_tensor_from_jagged(parts[0], parts[1])
-    if layout == "sparse_coo":
-        return torch.sparse_coo_tensor(parts[0], parts[1], shape, is_coalesced=True)
-    return torch.sparse_compressed_tensor(parts[0], parts[1], parts[2], shape, layout=getattr(torch, layout))
-
-
-def _tree(node: dict[str, Any], leaf: Any) -> Any:
-    if "tensor" in node:
-        return leaf(node["tensor"])
-    if "array" in node:
-        return leaf(node["array"]).numpy()
-    if "layout" in node:
-        return _of_parts(node["layout"], [leaf(part) for part in node["parts"]], node["shape"])
-    if "object" in node:
-        return SimpleNamespace(**{name: _tree(child, leaf) for name, child in node["object"]})
-    if "dict" in node:
-        return {key: _tree(child, leaf) for key, child in node["dict"]}
-    if "list" in node:
-        return [_tree(child, leaf) for child in node["list"]]
-    if "tuple" in node:
-        children = tuple(_tree(child, leaf) for child in node["tuple"])
-        if "fields" not in node:
-            return children
-        kind = namedtuple(node["name"], node["fields"])  # pyright: ignore[reportUntypedNamedTuple]  # read from the file
-        return kind(*children)
-    return node["value"]

@@ -17,13 +17,12 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from .. import ema as ema_
 from .. import optim, rng, tree
 from ..analysis import plain_functions
 from ..errors import ConfigError, DataError, PurestepError, StateError, StepContractError
-from ..metrics import Gathered
+from ..metrics import Gathered, handed_out
 from ..model import functional
-from ..state import check_choice, check_count, known_keywords, stacked
+from ..state import check_choice, check_count, known_keywords, stacked, views
 from ..step import Adding, Closing, static_of
 from ..torch_ext import draws, tracing
 from ..types import Batch, Empty, Mean, Metrics, Params, Program, Static, Steps, TrainState, Tree
@@ -105,7 +104,7 @@ def ensemble(program: Program, members: int, *, batches: Literal["shared", "own"
         return _by_member(
             mapped(
                 lambda one, rows: evaluate(one, rows, *context, index=index),
-                ema_.for_evaluation(ema_.to_evaluate(mapped.plain(state))),
+                views.for_evaluation(views.to_evaluate(mapped.plain(state))),
                 batch,
                 name="eval",
                 index=index,
@@ -118,7 +117,7 @@ def ensemble(program: Program, members: int, *, batches: Literal["shared", "own"
         """Return a callable with the weights of all members; its outputs have a leading dimension for them."""
         assert base.bind is not None
         bound, plain = base.bind, mapped.plain(state)
-        chosen = ema_.for_evaluation(ema_.view(plain, "params" if train and view is None else view))
+        chosen = views.for_evaluation(views.view(plain, "params" if train and view is None else view))
 
         def predict(*args: Any, **kwargs: Any) -> Any:
             return mapped.shared(lambda one, _: bound(one, "params", train)(*args, **kwargs), chosen, where="bind")
@@ -470,7 +469,8 @@ def _with_key(new: TrainState, old: TrainState) -> TrainState:
 
 def _by_member(metrics: Metrics, members: int) -> Metrics:
     """Split metrics that compute their value themselves into one for each member, called ``name[i]``."""
-    split = [name for name, value in metrics.items() if isinstance(value, Gathered) or type(value) is not Mean]
+    means = handed_out.measured(metrics)
+    split = [name for name, value in means.items() if isinstance(value, Gathered) or type(value) is not Mean]
     if not split:
         return metrics
     found: dict[str, Any] = {name: value for name, value in metrics.items() if name not in split}

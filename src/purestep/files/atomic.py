@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
+import secrets
 import stat
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
-from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
 from ..errors import ConfigError, WriteFailed
 from .failpoints import failpoint
+from .reading import regular
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None
-
-_serial = count()
 
 
 def directory_path(where: str, directory: Any) -> Path:
@@ -93,7 +91,8 @@ def replacing(path: Path | str) -> Generator[Path]:
     """Yield a temporary path in the same directory, and rename it to ``path`` at the end of the block.
 
     Flushes the file, renames it, and flushes the directory, in this order: after a crash or a power cut, ``path`` has
-    the old bytes or the new ones. After an exception in the block, ``path`` is unchanged.
+    the old bytes or the new ones. After an exception in the block, ``path`` is unchanged. The temporary file is there,
+    empty; its name is random, so that nobody can put a link there before.
 
     Raises:
         WriteFailed: an `OSError` occurred, here or in the block.
@@ -109,10 +108,11 @@ def replacing(path: Path | str) -> Generator[Path]:
     target = Path(path)
     if kind := "a directory" if target.is_dir() else special_file(target):
         raise WriteFailed(f"is {kind} and cannot be replaced", where=str(path), hint="pass the path of a file")
-    temporary = target.with_name(f".{target.name[:100]}.{os.getpid()}.{next(_serial)}.tmp")
+    temporary = target.with_name(f".{target.name[:100]}.{secrets.token_hex(8)}.tmp")
     try:
         failpoint("files.write")
         target.parent.mkdir(parents=True, exist_ok=True)
+        open(temporary, "xb", opener=regular).close()
         yield temporary
         sync_file(temporary)
         failpoint("files.rename")
@@ -131,32 +131,13 @@ def replacing(path: Path | str) -> Generator[Path]:
 
 def write_bytes(path: Path | str, data: bytes) -> None:
     """Write ``data`` to ``path``, atomically and durably; see `replacing`."""
-    with replacing(path) as temporary:
-        temporary.write_bytes(data)
-
-
-def read_json(path: Path | str, *, limit: int = 1 << 28) -> Any:
-    """Read the JSON value in a file.
-
-    Args:
-        limit: the maximum size in bytes; a larger file is not read.
-
-    Raises:
-        ValueError: the file is too large, not UTF-8, not JSON, or nested too deeply.
-        OSError: the file does not exist or cannot be read.
-    """
-    size = os.stat(path).st_size
-    if size > limit:
-        raise ValueError(f"{size:,} bytes of JSON, more than {limit:,}")
-    try:
-        return json.loads(Path(path).read_bytes())
-    except RecursionError:
-        raise ValueError("JSON nested too deeply") from None
+    with replacing(path) as temporary, open(temporary, "wb", opener=regular) as file:
+        file.write(data)
 
 
 def sync_file(path: Path | str) -> None:
     """Wait until the bytes of this file are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+    descriptor = regular(os.fspath(path), os.O_RDONLY)
     try:
         _sync(descriptor)
     finally:
@@ -194,18 +175,53 @@ def sync_tree(path: Path | str) -> None:
         sync_directory(folder)
 
 
+def make_directory(path: Path) -> None:
+    """Create the directory of a run and its parents. It is for this user alone (mode 0700), unless its parent is shared
+    with a group on purpose (has the setgid bit): then the umask decides. An existing directory keeps its mode."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    is_shared = path.parent.stat().st_mode & stat.S_ISGID
+    path.mkdir(mode=0o777 if is_shared else 0o700, exist_ok=True)
+
+
+def subdirectory(root: Path, name: str) -> Path:
+    """A directory in that of a run, which is created if it is missing.
+
+    Raises:
+        WriteFailed: it is a link, which is not followed, or cannot be created.
+    """
+    path = root / name
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise write_failed(path, error) from error
+    if path.is_symlink():
+        raise WriteFailed("is a link, which is not followed", where=str(path), hint="delete it")
+    return path
+
+
 def remove_tree(path: Path | str) -> None:
-    """Delete a file, or a directory with its contents. Links are deleted, not followed.
+    """Delete a file, or a directory with its contents. Links are deleted, not followed, also those that another process
+    puts there meanwhile.
 
     A missing file is no error. If readers could see a partly deleted tree, rename it first.
     """
-    if os.path.islink(path) or not os.path.isdir(path):
-        failpoint("files.unlink")
-        with suppress(FileNotFoundError):
-            os.unlink(path)
-        return
+    _remove(os.fspath(path), None)
+
+
+def _remove(name: str, folder: int | None) -> None:
+    """Delete a name in an open directory; None: in the working directory."""
     with suppress(FileNotFoundError):
-        for entry in list(os.scandir(path)):
-            remove_tree(entry.path)
+        try:
+            inside = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
+        except OSError as error:
+            if error.errno not in (errno.ENOTDIR, errno.ELOOP):
+                raise
+            failpoint("files.unlink")
+            return os.unlink(name, dir_fd=folder)
+        try:
+            for entry in os.listdir(inside):
+                _remove(entry, inside)
+        finally:
+            os.close(inside)
         failpoint("files.unlink")
-        os.rmdir(path)
+        os.rmdir(name, dir_fd=folder)

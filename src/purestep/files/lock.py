@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 import filelock
 
-from ..errors import Locked
-from .atomic import write_failed
+from ..errors import Locked, printable
+from .atomic import make_directory, write_failed
+from .reading import regular
 
 _log = logging.getLogger("purestep")
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
@@ -81,7 +82,7 @@ class DirectoryLock:
         if self.held:
             return
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            make_directory(self.path.parent)
             self._take(patience)
             self._sign()
         except OSError as error:
@@ -115,7 +116,8 @@ class DirectoryLock:
             who = _parsed(last) or "it has not written its pid"
             _log.warning("%s: the previous run did not end normally: %s", self.path, who)
         now = datetime.now().astimezone().isoformat(timespec="seconds")
-        self.path.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": now}))
+        with open(self.path, "w", encoding="utf-8", opener=regular) as file:
+            json.dump({"pid": os.getpid(), "host": socket.gethostname(), "since": now}, file)
 
     def release(self) -> None:
         """Release the lock. Does nothing if it is not held."""
@@ -132,8 +134,9 @@ class DirectoryLock:
 
 def _release(lock: filelock.BaseFileLock) -> None:
     if lock.is_locked:  # not in a forked child
-        with suppress(OSError):  # a failing disk must not hide the error that ended the run
-            os.truncate(lock.lock_file, 0)
+        # a failing disk must not hide the error that ended the run
+        with suppress(OSError), open(lock.lock_file, "r+b", opener=regular) as file:
+            file.truncate(0)
         lock.release()
 
 
@@ -170,8 +173,8 @@ def lock_holder(directory: Path | str) -> Holder | None:
     found = _parsed(_text(path))
     try:
         if found is not None:
-            datetime.fromisoformat(found.since)
-    except ValueError:
+            found = found._replace(since=datetime.fromisoformat(found.since).astimezone().isoformat())
+    except (ValueError, OverflowError):
         return None
     if found is None or found.host != socket.gethostname() or not os.access(path, os.W_OK):
         return found
@@ -180,7 +183,7 @@ def lock_holder(directory: Path | str) -> Holder | None:
 
 def _text(path: Path) -> bytes:
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=regular) as file:
             return file.read(4096)
     except OSError:
         return b""
@@ -189,6 +192,7 @@ def _text(path: Path) -> bytes:
 def _parsed(text: bytes) -> Holder | None:
     try:
         found = json.loads(text)
-        return Holder(int(found["pid"]), str(found["host"]), str(found["since"]), None)
-    except (ValueError, TypeError, KeyError):
+        host, since = (printable(str(found[name])[:255]) for name in ("host", "since"))
+        return Holder(int(found["pid"]), host, since, None)
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None

@@ -4,7 +4,7 @@ fit               the loop, from the restore to the end
 loop_state        the state of the loop: plain numbers, one value
 inputs            settings, program, state, loaders and sinks, checked and opened
 train_call        the call of the train step, compiled if the settings say so
-resume            the directory of snapshots, and the state to go on from
+resume            the directory of snapshots, and the state and position to start from
 saving            the snapshots of a run, and the state of its best row
 policy            which row is the best, when to stop, when to evaluate
 metric_queue      metrics that arrive late
@@ -35,16 +35,16 @@ For other loaders data/iterable takes the place of the last two. From the step b
 The path of a snapshot::
 
     fit                            asks between two calls (`_decide`), and at a boundary (`_boundary`)
-    decisions                      `Decisions.is_due`: of several processes, by one clock
+    decisions                      `Decisions.is_snapshot_due`: of several processes, by one clock
     saving                         `Checkpointer`: is this call saved? adds `LoopState` and what the feed stores
     snapshot/snapshots             the policy, and one save at a time
     snapshot/staging               copies the state to the host
     snapshot/writer                in a thread: writes, syncs, reads back, renames, deletes old ones
     snapshot/orbax_io              the arrays
 
-A run that was killed inside an epoch finds its place in `resume.resumed`: the newest whole snapshot has the `LoopState`
-and what identifies the loader; a loader with ``state_dict`` gets its state back there. `fit._open_epoch` enters the
-epoch at its batch: ``Feed.epoch(epoch, start)``.
+A run that was killed inside an epoch finds its place in `resume.starting_point`: the newest whole snapshot has the
+`LoopState` and what identifies the loader; a loader with ``state_dict`` gets its state back there. `fit._open_epoch`
+enters the epoch at its batch: ``Feed.epoch(epoch, start)``.
 """
 
 from __future__ import annotations

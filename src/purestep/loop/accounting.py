@@ -14,7 +14,7 @@ from .. import stopping, tree
 from ..compile import MetricVector, states
 from ..errors import ConfigError, NonFiniteError, StepContractError
 from ..events import Logged
-from ..state import stacked
+from ..state import base_name, best_name, entry_name, stacked
 from ..step import rate_names
 from ..torch_ext import tensor_layout
 from ..types import Metrics, TrainState, Tree
@@ -38,7 +38,7 @@ def opened(log_every: int, state: Tree, loop: LoopState) -> Accounting:
     """Return the accounts of a run that begins, or goes on, with these states."""
     calls = stacked.keys(state)[0][1] if isinstance(state, TrainState) else 0
     rates = {"lr"}.union(*(rate_names(part) for part in states(state)))
-    rates |= {f"{name}[{index}]" for name in rates for index in range(stacked.size(state))}
+    rates |= {entry_name(name, index) for name in rates for index in range(stacked.size(state))}
     return Accounting(log_every, before=calls - loop.calls, halts=can_halt(state), rates=rates)
 
 
@@ -139,10 +139,10 @@ class Accounting:
             if weight and not math.isfinite(total):
                 self._warned = True
                 _log.warning(
-                    "the loss is %g at epoch %d, batch %d, and the step has no TrainState that would halt at it: the "
-                    "run goes on (cure: in the step, keep the old state where the loss is not finite; or a callback "
-                    "that returns ps.Stop)",
-                    *(total / weight, call.epoch + 1, call.batch + 1),
+                    "the loss is %g at %s, and the step has no TrainState that would halt at it: the run goes on "
+                    "(cure: in the step, keep the old state where the loss is not finite; or a callback that returns "
+                    "ps.Stop)",
+                    *(total / weight, call.place),
                 )
                 return
 
@@ -151,7 +151,7 @@ class Accounting:
         many = stacked.size(state)
         if many < 2:
             return
-        refused = {at for at in range(many) if not values.get(f"applied[{at}]", (1.0, 1.0))[0]} - self._stopped
+        refused = {at for at in range(many) if not values.get(entry_name("applied", at), (1.0, 1.0))[0]} - self._stopped
         self._member_refusals = {at: self._member_refusals.get(at, 0) + 1 for at in refused}
         if not refused:
             return
@@ -175,7 +175,9 @@ class Accounting:
     def _invalid_rate(self, values: Totals, member: int) -> str:
         """Say which learning rate of a member is invalid; "" if none is."""
         found = _invalid({name: pair for name, pair in values.items() if name in self.rates})
-        return next((f"{name} is {rate:g}" for name, rate in found.items() if name.endswith(f"[{member}]")), "")
+        return next(
+            (f"{name} is {rate:g}" for name, rate in found.items() if name == entry_name(base_name(name), member)), ""
+        )
 
     def window(self, number: int) -> list[tuple[Call, Any]]:
         """Return the calls, with their batches, of the update that halted at this call (as the state counts)."""
@@ -201,15 +203,14 @@ class Accounting:
         self._refusals += 1
         if self._refusals != _MAX_REFUSALS:
             return
-        place = f"epoch {call.epoch + 1}" + (f", batch {call.batch + 1}" if call.batch >= 0 else "")
         if self._halts:  # it did not halt, so no target had a weight
             text = "no target counts in %d updates in a row, up to %s (a run limited by steps alone has no end then)"
-            _log.warning(text, _MAX_REFUSALS, place)
+            _log.warning(text, _MAX_REFUSALS, call.place)
             return
         error = NonFiniteError(
             f"{_MAX_REFUSALS} updates in a row were refused, so nothing is trained: gradients are not finite, or no "
             "target counts",
-            where=f"up to {place}",
+            where=f"up to {call.place}",
             hint='ps.program(..., nonfinite="raise"), which names what is not finite',
         )
         error.step = call.number + self._before
@@ -223,7 +224,7 @@ class Accounting:
         """Return a step's metrics by their names in the history: ``train_`` stands before what training data gave."""
         row: dict[str, Cell] = {}
         for name, value in values.items():
-            base = metric_queue.base_name(name)
+            base = base_name(name)
             if base not in _HIDDEN and name not in self.rates:
                 row[name if base in _BARE else f"train_{name}"] = value
         return row | metric_queue.averaged({name: value for name, value in rates.items() if name in self.rates})
@@ -242,7 +243,7 @@ class Accounting:
 
     def _place(self, number: int) -> str:
         call = next((call for call, _ in self._held if call.number + self._before == number), None)
-        return "" if call is None else f"epoch {call.epoch + 1}, batch {call.batch + 1}"
+        return "" if call is None else call.place
 
     @contextmanager
     def paused(self) -> Generator[None]:
@@ -319,7 +320,7 @@ def _check_rates(call: Call, values: Totals) -> None:
     for name, rate in _invalid(values).items():
         raise StepContractError(
             f"{name} is {rate:g} at call {call.number}; the state is the one before that call",
-            where=f"schedule, epoch {call.epoch + 1}, batch {call.batch + 1}",
+            where=f"schedule, {call.place}",
             hint="a schedule that stays in [0, inf), past its end too: schedules.warmup_cosine(...)",
         )
 
@@ -339,19 +340,19 @@ def with_best(row: Mapping[str, Cell], monitor: Monitor, members: int) -> dict[s
     """
     found = dict(row)
     if members == 1:  # whose metrics are vectors of one number, which have the name of a number
-        whole = {name for name in row if f"{name}[0]" not in row and not name.endswith("]")} - {"epoch", "step"}
-        found |= {f"{name}[0]": row[name] for name in row if name in whole}
+        whole = {name for name in row if entry_name(name, 0) not in row and not name.endswith("]")} - {"epoch", "step"}
+        found |= {entry_name(name, 0): row[name] for name in row if name in whole}
     for name in row if members else ():
-        entries = [cell(found.get(f"{name}[{index}]")) for index in range(members)]
+        entries = [cell(found.get(entry_name(name, index))) for index in range(members)]
         known = [value for value in entries if value is not None]
         mode = _mode(name, monitor) if known and not name.endswith("]") else None
         if mode is not None:
-            found[f"{name}[best]"] = min(known) if mode == "min" else max(known)
+            found[best_name(name)] = min(known) if mode == "min" else max(known)
     return found
 
 
 def _mode(name: str, monitor: Monitor) -> stopping.Mode | None:
-    if monitor.metric == f"{name}[best]":
+    if monitor.metric == best_name(name):
         return monitor.mode
     try:
         return stopping.default_mode(name)

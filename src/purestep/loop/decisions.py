@@ -49,10 +49,10 @@ class Decisions:
     rank = 0
     size = 1
 
-    def __init__(self, signals: Signals, checkpointer: Checkpointer, progress: Accounting, config: FitConfig) -> None:
+    def __init__(self, signals: Signals, checkpointer: Checkpointer, accounting: Accounting, config: FitConfig) -> None:
         self._signals = signals
         self._checkpointer = checkpointer
-        self._progress = progress
+        self._accounting = accounting
         self._max_time = config.max_time
         self._begun = time.monotonic()
 
@@ -74,7 +74,7 @@ class Decisions:
         """True if `max_time` has passed."""
         return self._max_time is not None and time.monotonic() - self._begun >= self._max_time
 
-    def is_due(self, loop: LoopState) -> bool:
+    def is_snapshot_due(self, loop: LoopState) -> bool:
         """True if a snapshot is due."""
         return bool(self._checkpointer.due(loop))
 
@@ -103,13 +103,13 @@ class Decisions:
         del state
         return loop
 
-    def watch(self, batches: Iterable[T]) -> Iterator[T]:
+    def training(self, batches: Iterable[T]) -> Iterator[T]:
         """Yield training batches, up to a signal that ends the run."""
-        return self._signals.watch(batches)
+        return self._signals.until_signal(batches)
 
-    def watch_evaluation(self, batches: Iterable[T]) -> Iterator[T]:
+    def evaluation(self, batches: Iterable[T]) -> Iterator[T]:
         """Yield the batches of an evaluation, up to a signal that ends the run."""
-        return self._signals.watch(batches)
+        return self._signals.until_signal(batches)
 
 
 class _Numbers(NamedTuple):
@@ -119,7 +119,7 @@ class _Numbers(NamedTuple):
     stop: int  # a callback returned Stop
     failed: int  # the writer has failed
     over: int  # max_time has passed
-    due: int  # a snapshot is due by the clock of the first process
+    snapshot: int  # one is due by the clock of the first process
     place: int  # hash of what must be the same here
     place_negated: int  # the largest is the smallest place, negated
 
@@ -131,13 +131,13 @@ class JointDecisions(Decisions):
         self,
         signals: Signals,
         checkpointer: Checkpointer,
-        progress: Accounting,
+        accounting: Accounting,
         config: FitConfig,
         *,
         mesh: parallel.Mesh,
         feed: data.Feed,
     ) -> None:
-        super().__init__(signals, checkpointer, progress, config)
+        super().__init__(signals, checkpointer, accounting, config)
         self.rank, self.size = mesh.rank, mesh.size
         self._feed = feed
         self._loop = LoopState()
@@ -158,9 +158,9 @@ class JointDecisions(Decisions):
     def is_over(self) -> bool:
         return bool(self._joint.over)
 
-    def is_due(self, loop: LoopState) -> bool:
+    def is_snapshot_due(self, loop: LoopState) -> bool:
         names = self._checkpointer.due(loop)
-        by_clock = self._joint.due and not self._checkpointer.is_saved(loop)
+        by_clock = self._joint.snapshot and not self._checkpointer.is_saved(loop)
         return bool(by_clock) or any(name != "every_seconds" for name in names)
 
     def stop(self, loop: LoopState, reason: str) -> LoopState:
@@ -194,14 +194,14 @@ class JointDecisions(Decisions):
         )
         return loop
 
-    def watch(self, batches: Iterable[T]) -> Iterator[T]:
+    def training(self, batches: Iterable[T]) -> Iterator[T]:
         for batch in batches:
             if self._is_first_batch:
                 self._is_first_batch = False
                 self._check_batch(batch)
             yield batch
 
-    def watch_evaluation(self, batches: Iterable[T]) -> Iterator[T]:
+    def evaluation(self, batches: Iterable[T]) -> Iterator[T]:
         for batch in batches:
             self._exchange()
             if self.leaving:
@@ -229,7 +229,7 @@ class JointDecisions(Decisions):
             stop=self._stop is not None,
             failed=self._failure is not None,
             over=super().is_over(),
-            due=self.rank == 0 and "every_seconds" in self._checkpointer.due(loop),
+            snapshot=self.rank == 0 and "every_seconds" in self._checkpointer.due(loop),
             place=place,
             place_negated=-place,
         )
@@ -248,7 +248,7 @@ class JointDecisions(Decisions):
         spec = data.check_batch(batch, where="train, first batch")
         processes.check_same({"a batch": _text(spec.spec)}, where="train, first batch", hint=_SAME)
         size = tensor_layout.nbytes([leaf for leaf in tree.leaves(tree.dicts(batch)) if isinstance(leaf, Tensor)])
-        self._progress.fix_depth(processes.largest([size])[0])
+        self._accounting.fix_depth(processes.largest([size])[0])
 
 
 def _text(spec: Any) -> str:
@@ -261,14 +261,14 @@ def opened(
     mesh: parallel.Mesh | None,
     signals: Signals,
     checkpointer: Checkpointer,
-    progress: Accounting,
+    accounting: Accounting,
     config: FitConfig,
     feed: data.Feed,
 ) -> Decisions:
     """Return the decisions of a run."""
     if mesh is None:
-        return Decisions(signals, checkpointer, progress, config)
-    return JointDecisions(signals, checkpointer, progress, config, mesh=mesh, feed=feed)
+        return Decisions(signals, checkpointer, accounting, config)
+    return JointDecisions(signals, checkpointer, accounting, config, mesh=mesh, feed=feed)
 
 
 # --- the same in all processes ----------------------------------------------------------------------------------------
@@ -315,7 +315,7 @@ def _values(state: Tree) -> dict[str, Any]:
     apart: set[str] = set()
     for part in states(state):
         if isinstance(part.placement, placement.Placement):
-            layout = part.placement.layout
-            apart |= {*(path for path, _ in layout.paths), *layout.summands}
+            sharding = part.placement.sharding
+            apart |= {*(path for path, _ in sharding.paths), *sharding.summands}
     leaves = [(path, leaf) for path, leaf in tree.with_paths(state) if not path.endswith(tuple(apart))]
     return {f"checksum of {path}": processes.checksum(leaf) for path, leaf in leaves}

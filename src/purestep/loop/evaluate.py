@@ -8,11 +8,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .. import data, ema, tree
+from .. import data, tree
 from .. import metrics as metrics_
 from ..compile import takes_index
 from ..errors import ConfigError, StepContractError
-from ..metrics import Gathered
+from ..metrics import Gathered, handed_out
+from ..state import vector_name, views
 from ..step import begun, counting, static_of
 from ..types import Carrying, EvalStep, Mean, Metrics, Params, TrainStep, Tree
 from . import metric_queue, ranks
@@ -62,7 +63,7 @@ def run_epoch(
     try:
         for batch in data.prefetch(feed.epoch(epoch, start), data.device_of(state), name="train"):
             state, metrics = check_pair(step(state, batch))
-            queue.add(None, metrics)
+            queue.add(None, handed_out.measured(metrics))
             queue.add_to(total, wait=False)
     finally:
         if feed is not loader:
@@ -116,7 +117,7 @@ def evaluate(
     ranks.check_loader(loader, where=name)
     feed = data.open_feed(loader, name=name, repeats=True, mesh=mesh)
     try:
-        state = ema.to_evaluate(state, view)
+        state = views.to_evaluate(state, view)
         batches = data.prefetch(feed.epoch(0), data.device_of(state), name=name)
         return eval_means(state, batches, eval_step, name=name, watch=watch)
     finally:
@@ -161,7 +162,7 @@ def eval_means(
     queue.add_to(total, wait=True)
     gathered = outputs.joined()
     found = metric_queue.means(total, queue.kinds) | metrics_.compute(gathered)
-    return metric_queue.averaged(found) if any(map(metric_queue.ENTRY.fullmatch, gathered)) else found
+    return metric_queue.averaged(found) if any(map(vector_name, gathered)) else found
 
 
 def _without_gathered(metrics: Any) -> tuple[Any, Metrics]:
@@ -196,7 +197,8 @@ def check_pair(result: Any) -> tuple[Tree, Metrics]:
         StepContractError: it is not.
     """
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict):
-        return result[0], check_metrics(result[1], where="train_step")
+        check_metrics(handed_out.measured(result[1]), where="train_step")
+        return result
     raise StepContractError(
         f"returned a {type(result).__name__}"
         + (f" of {len(result)}" if isinstance(result, tuple) and not hasattr(result, "_fields") else ""),
@@ -223,9 +225,7 @@ def check_metrics(metrics: Any, *, where: str) -> Metrics:
             where=where,
             hint="{name: ps.Mean(total, weight)}, two tensors",
         )
-    entries = (
-        name for name, value in metrics.items() if type(value) is Mean and metric_queue.ENTRY.fullmatch(str(name))
-    )
+    entries = (name for name, value in metrics.items() if type(value) is Mean and vector_name(str(name)))
     if entry := next(entries, None):  # a metric of a subclass has one name for each member of an ensemble
         raise StepContractError(
             f"metric {entry!r} has the name of an entry of a metric that is a vector", where=where, hint="another name"

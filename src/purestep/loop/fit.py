@@ -13,7 +13,7 @@ from collections.abc import Generator, Iterable
 from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from .. import data, ema, events, files, parallel
+from .. import data, events, files, parallel
 from ..compile import LiveState, MetricVector, as_dict, eager_program, released, states
 from ..diagnostics import purity
 from ..errors import (
@@ -24,7 +24,9 @@ from ..errors import (
     StateError,
     StepContractError,
 )
+from ..metrics import handed_out
 from ..snapshot import Snapshots
+from ..state import views
 from ..types import Metrics, Program, Tree
 from . import (
     accounting,
@@ -181,7 +183,7 @@ class _Run:
         self.view = inputs.view_to_evaluate(self.state, config)
         self.monitor = policy.monitor(config, feeds.evaluation, feeds.train.count)
         window = program.static.accumulate if program.static else 1
-        self.state, loop, self.is_resumed, saved = resume.resumed(self.state, snapshots, config, feeds.train)
+        self.state, loop, self.is_resumed, saved = resume.starting_point(self.state, snapshots, config, feeds.train)
         self.state = inputs.windowed(self.state, window, loop.window)
         loop = self.monitor.resumed(loop)._replace(window=window, window_left=inputs.window_left(self.state, window))
         self.loop = loop
@@ -234,12 +236,11 @@ class _Run:
     @contextmanager
     def _open_epoch(self) -> Generator[data.Prefetched]:
         """Open the batches of the epoch of `LoopState` that are left."""
-        self.schedule.begin(self.loop)
         if not self.loop.batch:
             self.state = self.program.begin(self.state)
         loaded = self.feeds.train.epoch(self.loop.epoch, self.loop.batch)
         device, waited = data.device_of(self.state), self.accounting.waited
-        moved = data.prefetch(self.decisions.watch(loaded), device, name="train", waited=waited)
+        moved = data.prefetch(self.decisions.training(loaded), device, name="train", waited=waited)
         # Both stay open as long as there may be a snapshot: a feed may have to ask its loader for more.
         with closing(loaded), closing(moved) as batches:
             yield batches
@@ -258,16 +259,16 @@ class _Run:
 
     def _ends_here(self, batches: data.Prefetched) -> bool:
         """Do what is due at this position inside an epoch; True if the run ends here."""
-        due = self._due_inside(batches)
-        if due:
-            self._boundary(self.loop, due)
+        loaders = self._evaluated_here(batches)
+        if loaders:
+            self._boundary(self.loop, loaders)
         self._decide(batches)
         if not self._is_cut_off(batches):
             return False
         self._settle(wait=True)
         # The window stays open, to go on from. If the time is up or a callback stops the run, a run that goes on from
         # here has no row here, as if it had never been stopped.
-        if not due and self.loop.lacks_row:
+        if not loaders and self.loop.lacks_row:
             is_pause = limit_reached(self.config, self.loop) is None
             if is_pause:
                 self._save()
@@ -283,13 +284,13 @@ class _Run:
         self._flush()
         self._settle(wait=True)
         files.failpoint("loop.epoch")
-        self.schedule.end(self.loop)
+        self.schedule.warn_of_length(self.loop)
         loop = self.loop.next_epoch()
-        self._boundary(loop, self.schedule.due_at_end(loop))
+        self._boundary(loop, self.schedule.at_end(loop))
         self._decide()
         self.loop = self.loop.stopped(limit_reached(self.config, self.loop) or self._timed_out())
 
-    def _boundary(self, loop: LoopState, due: list[str], *, is_pause: bool = False) -> None:
+    def _boundary(self, loop: LoopState, loaders: list[str], *, is_pause: bool = False) -> None:
         """Evaluate, write a row of the history, judge it, ask the callbacks, save.
 
         `state` and `loop` of the run stay those before the boundary until the callbacks have answered. So a boundary
@@ -297,7 +298,7 @@ class _Run:
 
         Args:
             loop: at the boundary.
-            due: loaders to evaluate.
+            loaders: to evaluate.
             is_pause: the row is no part of a run that goes on.
         """
         # Evaluate.
@@ -305,7 +306,7 @@ class _Run:
         row: dict[str, Cell] = {"epoch": loop.epoch + (loop.batch > 0), "step": loop.updates}
         row |= self.accounting.row(loop)
         history = loop.history
-        for name in due:
+        for name in loaders:
             values = self._evaluate(state, loop, name)
             if self.decisions.leaving:
                 self._decide()  # raises
@@ -336,7 +337,7 @@ class _Run:
             self.checkpointer.add_row(loop, row)
         if improved:
             self.best_state.keep(state, loop)
-        if improved or loop.stop or limit_reached(self.config, loop) or self.decisions.is_due(loop):
+        if improved or loop.stop or limit_reached(self.config, loop) or self.decisions.is_snapshot_due(loop):
             self._save()
 
     # --- calls --------------------------------------------------------------------------------------------------------
@@ -369,10 +370,13 @@ class _Run:
     def _count(self, call: Call, metrics: Metrics | MetricVector, batch: Any) -> None:
         """Hand the metrics of a call to the accounts and the callbacks, and take in what is due of earlier ones."""
         recorded = [hook.after_call(self.state, call) for hook in self.hooks]
+        outputs: dict[str, Any] = {}
+        if type(metrics) is dict:  # a vector has none
+            outputs, metrics = handed_out.outputs(metrics), handed_out.measured(metrics)
         self.accounting.add(call, metrics, self.loop, batch)
         if call.closing and self.callbacks.has_callbacks:
             updates = self.loop.updates_at_most
-            event = events.StepEnd(self.state, as_dict(metrics), batch, call.epoch, call.batch, updates)
+            event = events.StepEnd(self.state, as_dict(metrics), batch, call.epoch, call.batch, updates, outputs)
             self.state, self.loop = self._with_answers(self.state, self.loop, self.callbacks.ask(event))
         for found in filter(None, recorded):
             self._dispatch(found)
@@ -404,9 +408,9 @@ class _Run:
         step = self.program.eval_step
         assert step is not None
         files.failpoint("loop.evaluate")
-        state = ema.to_evaluate(state, self.view)
+        state = views.to_evaluate(state, self.view)
         watch = self.callbacks.watch(state, name, loop.epoch)
-        loaded = self.decisions.watch_evaluation(self.feeds.evaluation[name].epoch(0))
+        loaded = self.decisions.evaluation(self.feeds.evaluation[name].epoch(0))
         batches = data.prefetch(loaded, data.device_of(state), name=name)
         with self.accounting.paused():
             means = eval_means(state, batches, step, name=name, watch=watch)
@@ -414,17 +418,17 @@ class _Run:
 
     # --- what is due --------------------------------------------------------------------------------------------------
 
-    def _due_inside(self, batches: data.Prefetched) -> list[str]:
+    def _evaluated_here(self, batches: data.Prefetched) -> list[str]:
         """Return the loaders to evaluate at this position: none in an open window, or at the end of the epoch."""
         if not self.schedule.has_inside or self.loop.is_window_open:
             return []
-        if self.schedule.may_be_due(self.loop):  # otherwise it does not matter how many applied
+        if self.schedule.depends_on_pending(self.loop):
             self._settle(wait=True)
-        due = self.schedule.due_inside(self.loop)
-        if not due or not batches.more():  # at the end, the epoch's own boundary evaluates
+        loaders = self.schedule.inside(self.loop)
+        if not loaders or not batches.more():  # at the end, the epoch's own boundary evaluates
             return []
         self._settle(wait=True)
-        return due
+        return loaders
 
     def _is_cut_off(self, batches: data.Prefetched) -> bool:
         """True if the run ends inside this epoch. With no batch left, the epoch's own boundary decides."""
@@ -446,7 +450,7 @@ class _Run:
         """Take the decisions of this place: raise the writer's error, save a snapshot that is due inside an epoch (at
         its end the boundary saves it), act on a signal."""
         self.loop = self.decisions.take(self.loop)
-        if batches is not None and self.decisions.is_due(self.loop) and batches.more():
+        if batches is not None and self.decisions.is_snapshot_due(self.loop) and batches.more():
             self._settle(wait=True)
             self._save()
         signal = self.decisions.signal

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any, NamedTuple
 
 import torch
@@ -12,11 +11,11 @@ from .. import tree
 from ..errors import ConfigError
 from ..events import Histogram, Histograms
 from ..parallel import placement
+from ..torch_ext import complex_numbers
 from ..types import Params, Program, TrainState, Tree
 from .call_hooks import CallHook
 from .loop_state import Call, LoopState
 
-_log = logging.getLogger("purestep")
 _BINS = 64
 
 
@@ -45,7 +44,7 @@ class HistogramHook(CallHook):
 
     Args:
         every: n >= 1.
-        gradient: ``(state, batch) -> gradients``, or None.
+        gradient: ``(state, batch) -> gradients``.
     """
 
     def __init__(self, every: int, gradient: Any) -> None:
@@ -74,18 +73,11 @@ class HistogramHook(CallHook):
         return Histograms(before.updates, {name: one for name, one in found.items() if one is not None})
 
     def _gradients(self, state: TrainState, batch: Any) -> Params:
-        """The gradients; none after a failure, such as too little memory for a pass in eager mode. Of several processes
-        the failure is raised."""
-        if self._gradient is None:
-            return {}
         try:
             return self._gradient(state, batch)
         except Exception as error:
-            if isinstance(state.placement, placement.Placement):  # the other processes wait for this one
-                raise
-            self._gradient = None
-            _log.warning("histograms have no gradients: %s: %s", type(error).__name__, error)
-            return {}
+            error.add_note("in the gradients of the histograms, a pass in eager mode (cure: histograms=0)")
+            raise
 
 
 def _weights(state: TrainState) -> Params:
@@ -102,8 +94,8 @@ class _Before(NamedTuple):
 
 
 def histogram(value: Tensor) -> Histogram | None:
-    """The histogram of the finite numbers of a tensor; None if there are none."""
-    numbers = value.detach().flatten()
+    """The histogram of the finite numbers of a tensor, of a complex one of their parts; None if there are none."""
+    numbers = complex_numbers.as_real(value.detach()).flatten()
     numbers = numbers[torch.isfinite(numbers)].to("cpu", torch.float64)
     if not len(numbers):
         return None

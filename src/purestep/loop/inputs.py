@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from .. import data, parallel, precision, sinks, tree
+from .. import data, parallel, sinks, tree
 from ..compile import plain
-from ..ema import default_view
 from ..errors import ConfigError, DataError, Mismatch, StateError
-from ..precision import auto_device, usable
+from ..precision import auto_device, policy
 from ..snapshot import RunRecord, Snapshots
-from ..state import stacked
+from ..state import stacked, usable_device, views
 from ..torch_ext import tensor_layout
 from ..types import Empty, Program, TrainState, Tree
 from . import ranks
@@ -50,10 +49,10 @@ class Feeds(NamedTuple):
 
 
 def settings(config: object, fields: Mapping[str, Any]) -> FitConfig:
-    """Return the settings of `config` and `fields`: see `config.resolve`."""
-    from ..config import resolve  # late, see above
+    """Return the settings of `config` and `fields`: see `config.sources`."""
+    from ..config import sources  # late, see above
 
-    return resolve(config, fields)
+    return sources.resolve(config, fields)
 
 
 def checked_program(program: Any) -> Program:
@@ -91,8 +90,7 @@ def open_feeds(loaders: Any, config: FitConfig, program: Program, seed: int, mes
     limits = {name: config.limit(name) for name in named}
     opened = {name: _limited(name, loader, config, seed, mesh) for name, loader in named.items() if limits[name] != 0}
     if config.overfit_batches:
-        count = _share(config.overfit_batches, train)
-        train = data.open_feed(train, first=count, hold=True)
+        train = data.held(train, _share(config.overfit_batches, train))
         opened = dict.fromkeys(opened, train)
     if opened and program.eval_step is None:
         raise ConfigError(
@@ -135,9 +133,9 @@ def _limited(name: str, loader: Any, config: FitConfig, seed: int, mesh: paralle
 
 
 def _share(amount: int | float, feed: data.Feed) -> int:
-    from ..config import count_batches  # late, see above
+    from ..config import sources  # late, see above
 
-    count = count_batches(amount, feed.count(0) or feed.length, loader=feed.name)
+    count = sources.count_batches(amount, feed.count(0) or feed.length, loader=feed.name)
     if count is None:
         raise DataError("has no length", where=feed.name, hint="overfit_batches=10, a number of batches")
     return count
@@ -210,8 +208,7 @@ def _unfit(leaf: Any) -> str:
     """Say why a leaf cannot be trained or stored; "" if it can."""
     if not isinstance(leaf, Tensor):
         return f"a {type(leaf).__name__}"
-    if leaf.is_nested or leaf.is_quantized or leaf.layout != torch.strided:
-        kind = "nested" if leaf.is_nested else "quantized" if leaf.is_quantized else str(leaf.layout)[6:]
+    if kind := tensor_layout.layout_name(leaf):
         return f"a {kind} tensor; dense ones are needed"
     if tensor_layout.overlaps(leaf):
         return f"several of its numbers share memory (strides {list(leaf.stride())}); .clone() copies it"
@@ -276,12 +273,12 @@ def placed(state: Tree, device: str | None, program: Program) -> Tree:
     """
     here = data.device_of(state)
     best = auto_device() if device is None and here.type == "cpu" else here
-    wanted = best if device is None else usable(device)
+    wanted = best if device is None else usable_device(device)
     if wanted.type == "cpu" and program.static is not None and program.static.precision.startswith("16-"):
         text = "precision=%r on the CPU, which has no fast float16: steps take several times as long (cure: %r)"
         _log.warning(text, program.static.precision, program.static.precision.replace("16-", "bf16-"))
     if wanted != here and program.static is not None:
-        precision.check(precision.policy(program.static.precision), wanted)
+        policy(program.static.precision).check(wanted)
     leaves = tree.with_paths(state)
     try:
         moved = [leaf.cpu() if is_key(path, leaf) else leaf.to(wanted) for path, leaf in leaves]
@@ -308,7 +305,7 @@ def view_to_evaluate(state: Tree, config: FitConfig) -> str | None:
     Raises:
         ConfigError: "ema", and the state has no average.
     """
-    has_ema = isinstance(state, TrainState) and default_view(state) == "ema"
+    has_ema = isinstance(state, TrainState) and views.default_view(state) == "ema"
     if config.evaluate_on == "ema" and not has_ema:
         raise ConfigError(
             'evaluate_on="ema", but the state has no average', where="fit", hint="ps.program(..., ema=0.999)"

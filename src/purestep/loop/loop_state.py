@@ -85,6 +85,11 @@ class Call(NamedTuple):
     closing: bool  # it closed an accumulation window
     versions: Sequence[int] = ()  # of the batch's leaves after the call, see `purity.versions`
 
+    @property
+    def place(self) -> str:
+        """The place in the data, in messages, which count from 1."""
+        return f"epoch {self.epoch + 1}" + (f", batch {self.batch + 1}" if self.batch >= 0 else "")
+
 
 def _no_state() -> None:
     return None
@@ -153,7 +158,7 @@ class FitResult(NamedTuple):
 _NOT_STORED = ("window_left", "pending", "stop", "history", "computed")
 
 
-def to_store(loop: LoopState) -> dict[str, Any]:
+def to_json(loop: LoopState) -> dict[str, Any]:
     """Return the state as JSON, without its history, which a snapshot stores as an array."""
     stored = {name: value for name, value in loop._asdict().items() if name not in _NOT_STORED}
     if loop.computed:
@@ -171,7 +176,7 @@ def to_store(loop: LoopState) -> dict[str, Any]:
 
 
 def from_json(stored: Mapping[str, Any], history: Mapping[str, list[Cell]] | None) -> LoopState:
-    """Invert `to_store`. Unknown fields of a later version are ignored; missing ones keep their defaults."""
+    """Invert `to_json`. Unknown fields of a later version are ignored; missing ones keep their defaults."""
     known = {name: value for name, value in stored.items() if name in LoopState._fields}
     known["history"] = history or {}
     known["best"] = stopping.Record(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -22,22 +21,14 @@ from torch import Tensor
 from .. import metrics as metrics_
 from ..compile import MetricVector, as_dict
 from ..errors import StepContractError
+from ..state import base_name, entry_name, vector_name
 from ..types import Mean, Metrics
 
 LAG = 8
 """Calls between the start of a copy from a device and its read."""
 
 Totals = dict[str, tuple[float, float]]
-"""name -> (total, weight); entries of a vector-valued mean are called ``name[0]``, ``name[1]``, ..."""
-
-ENTRY = re.compile(r"(?s).+\[\d+\]")
-"""Matches the names of such entries, which are reserved."""
-
-
-def base_name(name: str) -> str:
-    """Return the name of a metric without the index of an entry: "loss" for "loss[3]" """
-    return base_name(name.rpartition("[")[0]) if ENTRY.fullmatch(name) else name
-
+"""name -> (total, weight); each entry of a vector-valued mean has a name of its own (`state.entry_names`)."""
 
 Kinds = dict[str, type[Mean]]
 """name -> the class of a mean with a `compute` of its own (`metrics.from_torchmetrics`)."""
@@ -81,7 +72,7 @@ class _Copy(NamedTuple):
     columns: list[Columns]  # one per call
     numbers: Tensor  # shape=(n,), one call after the other
     event: Any  # torch.cuda.Event, or None if the copy is complete
-    due: int  # the call at which it is read
+    read_at: int  # the call
 
 
 class MetricQueue:
@@ -146,7 +137,7 @@ class MetricQueue:
         if wait:
             self.start_copy()
         arrived: list[CallMetrics] = []
-        while self._copies and (wait or self._copies[0].due <= self._calls):
+        while self._copies and (wait or self._copies[0].read_at <= self._calls):
             copy = self._copies.popleft()
             if copy.event is not None:
                 copy.event.synchronize()
@@ -185,8 +176,7 @@ def _columns(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> Columns:
     for name, shape in shapes:
         count, names = math.prod(shape), [name]
         if count != 1:
-            places = itertools.product(*map(range, shape))
-            names = [f"{name}{''.join(f'[{index}]' for index in place)}" for place in places]
+            names = [entry_name(name, *place) for place in itertools.product(*map(range, shape))]
         columns += [(one, start + index, start + count + index) for index, one in enumerate(names)]
         start += 2 * count
     return tuple(columns)
@@ -248,7 +238,7 @@ def means(
     found = averaged(values) | metrics_.compute(finished)
     for named in stored.values():
         found |= named
-    return averaged(found) if any(map(ENTRY.fullmatch, {**kinds, **stored})) else found
+    return averaged(found) if any(map(vector_name, {**kinds, **stored})) else found
 
 
 def computed_of(totals: Mapping[str, tuple[float, float]], kinds: Mapping[str, type[Mean]]) -> dict[str, Any]:
@@ -261,8 +251,8 @@ def averaged(values: Mapping[str, float]) -> dict[str, float]:
     ``f1[1]``, ...; for a matrix first that of each row."""
     vectors: dict[str, list[float]] = {}
     for name, value in values.items():
-        if ENTRY.fullmatch(name) and (of := name.rpartition("[")[0]) not in values:
-            vectors.setdefault(of, []).extend([] if math.isnan(value) else [value])
+        if (vector := vector_name(name)) is not None and vector not in values:
+            vectors.setdefault(vector, []).extend([] if math.isnan(value) else [value])
     if not vectors:
         return dict(values)
     means = {name: sum(entries) / len(entries) if entries else math.nan for name, entries in vectors.items()}
@@ -286,4 +276,4 @@ def _finished(totals: Mapping[str, tuple[float, float]], kinds: Mapping[str, typ
 
 
 def _entries_of(name: str, totals: Mapping[str, Any]) -> list[str]:
-    return [key for key in totals if key == name or (ENTRY.fullmatch(key) and key.rpartition("[")[0] == name)]
+    return [key for key in totals if key == name or vector_name(key) == name]

@@ -18,6 +18,7 @@ from .. import data, tree
 from ..compile import is_state, states
 from ..diagnostics import Repeated, bad_leaves, purity, repeated, replay
 from ..errors import NonFiniteError, PurestepError
+from ..files import subdirectory
 from ..parallel import mesh as meshes
 from ..parallel import processes
 from ..snapshot import Snapshots
@@ -172,11 +173,7 @@ def explain(
         feed: the source of the batches.
     """
     if meshes.current_mesh() is not None:
-        place = ""
-        if window:
-            last = window[-1][0]
-            place = f"epoch {last.epoch + 1}" + (f", batch {last.batch + 1}" if last.batch >= 0 else "")
-        return explain_from(error, processes.gathered(_bad_in(window)), place)
+        return explain_from(error, processes.gathered(_bad_in(window)), window[-1][0].place if window else "")
     held = [(index, *one) for index, one in enumerate(window) if one[1] is not None]
     if not isinstance(frozen, TrainState) or not held or error.step is None:
         return error
@@ -260,7 +257,7 @@ def _explained(
     explained = _like(
         error,
         f"{_FINITE if is_finite else 'the loss or a gradient is not finite'} at call {call.number}: {shown}",
-        where=f"epoch {call.epoch + 1}, batch {call.batch + 1}{listed}",
+        where=f"{call.place}{listed}",
         hint=_FINITE_CURE if is_finite else CURE,
     )
     explained.step, explained.loss, explained.items = call.number, found.loss, items
@@ -307,9 +304,9 @@ def write_replay_file(error: PurestepError, snapshots: Snapshots | None) -> None
     """Write state and batch of the error into a file in the snapshot directory. A failure to write is a warning."""
     if snapshots is None or not isinstance(error, NonFiniteError) or error.state is None:
         return
-    path = snapshots.directory / "nonfinite" / f"{error.step}.safetensors"
     notes = {"step": error.step, "where": error.where, "loss": error.loss, "leaves": list(error.leaves)[:100]}
     try:
+        path = subdirectory(snapshots.directory, "nonfinite") / f"{error.step}.safetensors"
         error.written(replay.write(path, error.state, error.batch, notes))
     except PurestepError as failed:
         _log.warning("state and batch were not written down: %s", failed)

@@ -264,8 +264,6 @@ class EvalSchedule:
         self._intervals = intervals
         self._feed = feed
         self._window = window
-        self._checked = 0  # batches of the epoch up to which fractions have been checked
-        self._length = 1  # batches of the epoch that fractions refer to
         self._fraction = next((every for every in intervals.values() if isinstance(every, float) and every < 1), None)
         if self._fraction is not None and not feed.length:
             text = f"evaluate_every={self._fraction} of a loader without length"
@@ -273,46 +271,48 @@ class EvalSchedule:
         self.has_inside = any(map(is_inside, intervals.values()))
         """True if an evaluation may be due inside an epoch."""
 
-    def begin(self, loop: LoopState) -> None:
-        """Begin an epoch, or go on inside one."""
-        held = self._window - loop.window_left
-        if not held and loop.lacks_row:
-            held = self._window  # there is no row here yet: an evaluation may have been interrupted
-        self._checked = max(0, loop.batch - held)
-        if self._fraction is not None:
-            self._length = self._feed.count(loop.epoch) or self._feed.length or 1
-
-    def end(self, loop: LoopState) -> None:
-        """End an epoch: warn if fractions of it were those of a wrong length."""
-        if self._fraction is None or loop.batch == self._length or self._feed.count(loop.epoch) is not None:
+    def warn_of_length(self, loop: LoopState) -> None:
+        """Warn at the end of an epoch if fractions of it were those of a wrong length."""
+        length = self._length(loop)
+        if self._fraction is None or loop.batch == length or self._feed.count(loop.epoch) is not None:
             return
         _log.warning(
             "evaluate_every=%g of epoch %d assumed %d batches, but there were %d: len(loader) is wrong (cure: a number "
             "of updates)",
-            *(self._fraction, loop.epoch + 1, self._length, loop.batch),
+            *(self._fraction, loop.epoch + 1, length, loop.batch),
         )
 
-    def may_be_due(self, loop: LoopState) -> bool:
+    def depends_on_pending(self, loop: LoopState) -> bool:
         """True if an interval of updates has passed, provided that all pending ones are applied."""
         return any(isinstance(every, int) and _crossed(every, loop) for every in self._intervals.values())
 
-    def due_inside(self, loop: LoopState) -> list[str]:
+    def inside(self, loop: LoopState) -> list[str]:
         """Return the loaders to evaluate behind the last batch, with no window open.
 
         An evaluation that falls into an open window is due when the window closes. Only the loader says if the epoch
         ends here.
         """
-        since, self._checked = self._checked, loop.batch
-        return [name for name, every in self._intervals.items() if self._is_due(every, loop, since)]
+        since = max(0, loop.batch - self._window)  # the last place in this epoch without an open window
+        return [
+            name
+            for name, every in self._intervals.items()
+            if (_crossed(every, loop) if isinstance(every, int) else self._passed(every, since, loop))
+        ]
 
-    def _is_due(self, every: int | float, loop: LoopState, since: int) -> bool:
-        if isinstance(every, int):
-            return _crossed(every, loop)
-        return every < 1 and _passed(every, since, loop.batch, self._length)
-
-    def due_at_end(self, loop: LoopState) -> list[str]:
+    def at_end(self, loop: LoopState) -> list[str]:
         """Return the loaders to evaluate at the end of an epoch, which ``loop.epoch`` counts already."""
         return [name for name, every in self._intervals.items() if _is_due_at_end(every, loop)]
+
+    def _passed(self, every: float, since: int, loop: LoopState) -> bool:
+        """True if a multiple of this fraction lies behind batch ``since`` and up to the last one."""
+        # A third of 7 batches ends behind batches 3, 5 and 7: the first batch at or past each multiple. The end of the
+        # epoch takes the last one.
+        part, inner = every * self._length(loop), math.ceil(1 / every - 1e-9) - 1
+        return every < 1 and min(whole(loop.batch / part), inner) > min(whole(since / part), inner)
+
+    def _length(self, loop: LoopState) -> int:
+        """The batches of the epoch that fractions refer to."""
+        return self._feed.count(loop.epoch) or self._feed.length or 1
 
 
 def is_inside(every: int | float) -> bool:
@@ -329,11 +329,3 @@ def _is_due_at_end(every: int | float, loop: LoopState) -> bool:
 def _crossed(every: int, loop: LoopState) -> bool:
     """True if a multiple of ``every`` updates lies behind the last row."""
     return loop.updates_at_most // every > loop.updates_at_row // every
-
-
-def _passed(every: float, since: int, batch: int, length: int) -> bool:
-    """True if a multiple of this fraction lies behind batch ``since`` and up to ``batch``."""
-    # A third of 7 batches ends behind batches 3, 5 and 7: the first batch at or past each multiple. The end of the
-    # epoch takes the last one.
-    part, inner = every * length, math.ceil(1 / every - 1e-9) - 1
-    return min(whole(batch / part), inner) > min(whole(since / part), inner)

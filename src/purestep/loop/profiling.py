@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..snapshot import Snapshots
+from ..torch_ext import hidden
 from ..types import Tree
 from .call_hooks import CallHook
 from .loop_state import Call, LoopState
@@ -79,7 +80,7 @@ class Profiler(CallHook):
             self._guarded(torchs.stop)
 
     def _start(self) -> None:
-        if torch.autograd.profiler._is_profiler_enabled:  # pyright: ignore[reportPrivateUsage]  # has no public name
+        if hidden.is_profiling():
             raise RuntimeError("another profiler is active")
         schedule = None  # torch warns of one without a warm-up
         if self._warmup:

@@ -39,7 +39,7 @@ class PurityCheck:
         self._compiled = compiled
         self._reach = _GradientReach(program)
         self._made = 0
-        self.due = sys.maxsize if every is None else 1
+        self.next_call = sys.maxsize if every is None else 1
         """The number of the next call to check, from 1."""
 
     def __call__(self, state: Tree, batch: Any, place: str) -> tuple[Tree, Metrics] | None:
@@ -54,10 +54,11 @@ class PurityCheck:
             StepContractError: the step is not pure; with the kind of impurity and the leaf.
         """
         self._made += 1
-        self.due = self.due + 1 if self._made < FIRST else self.due + self._every if self._every else sys.maxsize
+        step = 1 if self._made < FIRST else self._every
+        self.next_call = self.next_call + step if step else sys.maxsize
         state = plain(state)
         if not _has_room(state):
-            return self._skip()
+            return self._unchecked()
         try:
             result = self._observe(state, batch)
             self._reach.check(state, result[1])
@@ -65,12 +66,12 @@ class PurityCheck:
             where = f"train_step, {place}" + (f", {error.where}" if error.where != "step" else "")
             raise StepContractError(error.what, where=where, hint=error.hint) from None
         except torch.OutOfMemoryError:
-            return self._skip()
+            return self._unchecked()
         except Exception as error:
             # An error of the eager step alone does not matter to a run that uses a compiled one.
             if isinstance(error, PurestepError) or not self._compiled:
                 raise
-            return self._skip()
+            return self._unchecked()
         finally:
             if self._compiled and torch.cuda.is_initialized():
                 torch.cuda.empty_cache()  # eager activations are larger than those of a graph
@@ -84,7 +85,7 @@ class PurityCheck:
             leaks=self._made == 1,
         )
 
-    def _skip(self) -> None:
+    def _unchecked(self) -> None:
         _log.info("the step is not checked: it does not run twice in eager mode within the free memory")
 
 

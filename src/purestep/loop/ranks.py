@@ -14,8 +14,8 @@ from .. import parallel
 from ..compile import states
 from ..errors import RankError
 from ..metrics import Gathered
+from ..parallel import loaders, placement, processes
 from ..parallel import mesh as meshes
-from ..parallel import placement, processes
 from ..types import Metrics, Program, Share, Tree
 
 _T = TypeVar("_T")
@@ -36,24 +36,24 @@ def mesh_of(state: Tree, *, where: str, program: Program | None = None) -> paral
             process's part, and no mesh is open; or it is a part for another mesh.
     """
     mesh = meshes.current_mesh()
-    layouts = [part.placement.layout for part in states(state) if isinstance(part.placement, placement.Placement)]
+    shardings = [part.placement.sharding for part in states(state) if isinstance(part.placement, placement.Placement)]
     what = hint = ""
-    if mesh is None and layouts:
+    if mesh is None and shardings:
         what = "the state is one process's part of a distributed state, and no mesh of several processes is open"
         hint = "call it inside `with ps.parallel.start(...) as mesh:`; ps.full(state), there, is the whole state"
     elif mesh is None and (count := _launched()) > 1:
         what = f"this is one of {count} processes, and the program is not distributed"
         hint = f"{_LINES}; or python train.py without torchrun; or unset WORLD_SIZE where the processes are unrelated"
-    elif mesh is not None and not layouts:
+    elif mesh is not None and not shardings:
         what, hint = (
             f"this is process {mesh.rank} of {mesh.size}, and the state and its program are not distributed",
             _LINES,
         )
     elif mesh is not None and program is not None and program.static is not None and not program.static.stream:
         what, hint = "the state is distributed, and the program is not", "pass the program that ps.distribute returned"
-    elif mesh is not None and any((layout.data, layout.width) != (mesh.data, mesh.shard) for layout in layouts):
+    elif mesh is not None and any((sharding.data, sharding.width) != (mesh.data, mesh.shard) for sharding in shardings):
         what = (
-            f"the state is for a mesh of data={layouts[0].data}, shard={layouts[0].width}, and the open mesh has "
+            f"the state is for a mesh of data={shardings[0].data}, shard={shardings[0].width}, and the open mesh has "
             f"data={mesh.data}, shard={mesh.shard}"
         )
         hint = "call ps.distribute and init with the mesh that is open; fit restores snapshots of any mesh"
@@ -75,7 +75,7 @@ def check_loader(loader: Any, *, where: str) -> None:
     Raises:
         RankError: with the process and the number of parts.
     """
-    loader = loader.loader if isinstance(loader, parallel.Sharded) else loader
+    loader = loader.loader if isinstance(loader, loaders.Sharded) else loader
     for part in (getattr(loader, name, None) for name in ("sampler", "batch_sampler")):
         shares = getattr(part, "num_replicas", 1)
         if isinstance(shares, int) and shares > 1:

@@ -15,6 +15,7 @@ from .. import tree
 from ..compile import plain
 from ..diagnostics import Recording, recording
 from ..errors import PurestepError
+from ..files import subdirectory
 from ..snapshot import Snapshots
 from ..types import Tree
 from .call_hooks import CallHook
@@ -68,7 +69,7 @@ class BatchRecorder(CallHook):
             assert snapshots is not None
             name = f"{part.steps[0]}-{part.steps[-1]}.safetensors"
             try:
-                path = recording.write(snapshots.directory / "recording" / name, part)
+                path = recording.write(subdirectory(snapshots.directory, "recording") / name, part)
             except PurestepError as failed:
                 _log.warning("calls %s to %s were not written down: %s", part.steps[0], part.steps[-1], failed)
                 continue

@@ -49,7 +49,7 @@ def open_snapshots(snapshots: Any, config: FitConfig) -> tuple[Snapshots | None,
 # --- restore ----------------------------------------------------------------------------------------------------------
 
 
-class Resumed(NamedTuple):
+class StartingPoint(NamedTuple):
     """The states to go on from."""
 
     state: Tree
@@ -58,29 +58,29 @@ class Resumed(NamedTuple):
     saved: int | None  # the call that the state was saved after; None: it is the initial one
 
 
-def resumed(state: Tree, snapshots: Snapshots | None, config: FitConfig, feed: data.Feed) -> Resumed:
+def starting_point(state: Tree, snapshots: Snapshots | None, config: FitConfig, feed: data.Feed) -> StartingPoint:
     """Return the states to go on from.
 
     Raises:
-        Mismatch, NotFound, Corrupt: as `restored`; Mismatch also for another loader.
+        Mismatch, NotFound, Corrupt: as `snapshot_to_resume`; Mismatch also for another loader.
     """
-    snapshot = restored(state, snapshots, config)
+    snapshot = snapshot_to_resume(state, snapshots, config)
     given = _injected(state)
     if snapshot is None:
-        return Resumed(state, LoopState(injected=given), is_resumed=False, saved=None)
+        return StartingPoint(state, LoopState(injected=given), is_resumed=False, saved=None)
     if not isinstance(snapshot.loop, Mapping) or "record" not in snapshot.loop:
         # Saved by hand, without a loop's position. Later snapshots get later names.
         loop = LoopState(calls=snapshot.step, injected=given)
-        return Resumed(snapshot.state, loop, is_resumed=False, saved=loop.calls)
+        return StartingPoint(snapshot.state, loop, is_resumed=False, saved=loop.calls)
     feed.restore(snapshot.loop["feed"])
     loop = from_json(snapshot.loop["record"], snapshot.history)
     log.info("resumed from step %d: epoch %d, batch %d", snapshot.step, loop.epoch + 1, loop.batch)
     _warn_of_another_seed(state, snapshot.state, source=config.resume)
     _warn_of_other_hyperparams(loop.injected, given, _injected(snapshot.state))
-    return Resumed(snapshot.state, loop._replace(injected=given), is_resumed=True, saved=loop.calls)
+    return StartingPoint(snapshot.state, loop._replace(injected=given), is_resumed=True, saved=loop.calls)
 
 
-def restored(state: Tree, snapshots: Snapshots | None, config: FitConfig) -> Snapshot | None:
+def snapshot_to_resume(state: Tree, snapshots: Snapshots | None, config: FitConfig) -> Snapshot | None:
     """Return the snapshot to go on from, if there is one.
 
     The run's own directory comes first: a job that is started again with the same command and a path for ``resume``
@@ -97,7 +97,7 @@ def restored(state: Tree, snapshots: Snapshots | None, config: FitConfig) -> Sna
         return None
     if config.resume != "auto":
         source = Snapshots(Path(config.resume).absolute(), writer=False)
-        if snapshots is not None and (own := _restored(state, snapshots)) is not None:
+        if snapshots is not None and (own := _newest_own(state, snapshots)) is not None:
             if source.directory != snapshots.directory:
                 text = "the run goes on from %s, which has snapshots: resume=%r begins a run in a directory without any"
                 log.warning(text, snapshots.directory, config.resume)
@@ -105,10 +105,10 @@ def restored(state: Tree, snapshots: Snapshots | None, config: FitConfig) -> Sna
         snapshot = source.restore(state)
         _start_over(snapshots)
         return snapshot
-    return None if snapshots is None else _restored(state, snapshots)
+    return None if snapshots is None else _newest_own(state, snapshots)
 
 
-def _restored(state: Tree, snapshots: Snapshots) -> Snapshot | None:
+def _newest_own(state: Tree, snapshots: Snapshots) -> Snapshot | None:
     """Return the newest snapshot of the run's own directory, if it has one."""
     try:
         return snapshots.restore(state)

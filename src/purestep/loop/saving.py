@@ -15,7 +15,7 @@ from ..compile import LiveState, is_alive, plain, states
 from ..errors import NotFound
 from ..snapshot import Snapshots
 from ..types import Tree
-from .loop_state import Cell, LoopState, to_store
+from .loop_state import Cell, LoopState, to_json
 
 _log = logging.getLogger("purestep")
 
@@ -36,9 +36,9 @@ class Checkpointer:
         self._rows: dict[int, dict[str, float]] = {}  # call -> its row of the history; the last one, until it is saved
 
     def begin(self, loop: LoopState) -> None:
-        """Let the policy count from here."""
+        """Let the policy of the snapshots count from here."""
         if self.snapshots is not None:
-            self.snapshots.begin(updates=loop.updates, epoch=loop.epoch)
+            self.snapshots.count_from(updates=loop.updates, epoch=loop.epoch)
 
     def check(self) -> None:
         """Raise the error of the background writer, if it has failed."""
@@ -66,8 +66,8 @@ class Checkpointer:
         if self.snapshots is None or (again and not metrics):
             return None
         files.failpoint("loop.snapshot")
-        self.snapshots.due(updates=loop.updates_at_most, epoch=loop.epoch)  # the policy counts from here
-        stored = {"record": to_store(loop), "feed": self._feed.to_store(loop.epoch, loop.batch)}
+        self.begin(loop)  # also for a save that fails, which is not due again at the next call
+        stored = {"record": to_json(loop), "feed": self._feed.to_store(loop.epoch, loop.batch)}
         self._saved = loop.calls
         self.snapshots.save(loop.calls, state, loop=stored, metrics=metrics, history=loop.history, overwrite=again)
         return events.Saved(loop.calls, self.snapshots.directory / str(loop.calls))

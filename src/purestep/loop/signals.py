@@ -1,7 +1,7 @@
 """Signals to a running fit: end after this step, end at once, save.
 
 A handler only sets a flag, which the loop reads between steps, so no state is half-updated. There is one exception: a
-signal interrupts the wait for a loader (`Signals.watch`), since that loses nothing.
+signal interrupts the wait for a loader (`Signals.until_signal`), since that loses nothing.
 
 ==========  ====================================  ==============================================================
 signal      first                                 second
@@ -119,7 +119,7 @@ class Signals:
         if self.pending == "snapshot":
             self.pending = None
 
-    def watch(self, batches: Iterable[T]) -> Iterator[T]:
+    def until_signal(self, batches: Iterable[T]) -> Iterator[T]:
         """Yield the batches, and end at once if a request to end comes during the wait for one.
 
         The loader's work on that batch is abandoned, so the caller must read ``pending`` afterwards. C code that does
@@ -130,7 +130,7 @@ class Signals:
             batches: an iterable, which runs in this thread.
 
         Example:
-            >>> list(Signals().watch([1, 2]))
+            >>> list(Signals().until_signal([1, 2]))
             [1, 2]
         """
         try:

@@ -146,14 +146,14 @@ class TrainCall:
     def _checked(self, state: Tree, batch: Any, place: str) -> tuple[Tree, Metrics | MetricVector]:
         calls = self._calls
         self._other_batch(batch)
-        result = self._check_purity(state, batch, place) if calls == self._check_purity.due else None
+        result = self._check_purity(state, batch, place) if calls == self._check_purity.next_call else None
         if result is None or self._compiled:
             result = self._unchecked(state, batch)
         elif self._kept is not None:
             result = self._kept(state, result[0]), result[1]
         if not self._compiled:
             self._compare(result[0], place)
-        self._next_check = min(self._check_purity.due, calls * 2 if calls < _EVERY else calls + _EVERY)
+        self._next_check = min(self._check_purity.next_call, calls * 2 if calls < _EVERY else calls + _EVERY)
         return result
 
     def _compare(self, new: Tree, place: str) -> None:

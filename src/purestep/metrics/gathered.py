@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 from torch import Tensor
 
 from ..errors import StepContractError
+from ..state import entry_name
 
 
 class Gathered(NamedTuple):
@@ -67,7 +68,7 @@ def numbers(name: str, value: Value) -> dict[str, float]:
             return {name: float(value.reshape(()))}
         entries = cast(list[float], value.tolist())
         known = [one for one in entries if not math.isnan(one)]
-        return {f"{name}[{index}]": float(one) for index, one in enumerate(entries)} | {
+        return {entry_name(name, index): float(one) for index, one in enumerate(entries)} | {
             name: sum(known) / len(known) if known else math.nan
         }
     if isinstance(value, int | float):
@@ -77,7 +78,7 @@ def numbers(name: str, value: Value) -> dict[str, float]:
         return {key: one for part, inner in items for key, one in numbers(f"{name}_{part}", inner).items()}
     if isinstance(value, list | tuple) and all(isinstance(one, int | float) for one in cast(list[Any], value)):
         parts = cast(list[float], value)
-        return {f"{name}[{index}]": float(one) for index, one in enumerate(parts)}
+        return {entry_name(name, index): float(one) for index, one in enumerate(parts)}
     shape = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
     raise StepContractError(
         f"computes {shape}, and a history holds numbers",

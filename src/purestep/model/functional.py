@@ -19,7 +19,7 @@ from torch.func import functional_call
 from .. import tree
 from ..errors import ConfigError, StateError, StepContractError
 from ..state import nearest_names
-from ..torch_ext import foreach, tensor_layout, tracing
+from ..torch_ext import foreach, hidden, tensor_layout, tracing
 from ..types import Params
 from . import write_check
 from .template import Named, check, copy_structure, none_buffers, overlaps, unwrapped, weightless_copy
@@ -235,7 +235,7 @@ def template(module: nn.Module, *, objective: nn.Module | None = None, keep_eval
         keep_eval: glob patterns of submodule names that stay in eval mode while training (``"backbone.*"``).
 
     Raises:
-        StateError: a parameter is integer, complex or lazy, or the module cannot be copied.
+        StateError: a parameter is integer or lazy, or the module cannot be copied.
         ConfigError: a pattern of ``keep_eval`` matches no submodule.
     """
     module, objective = unwrapped(module), None if objective is None else unwrapped(objective)
@@ -291,8 +291,8 @@ def bind(
 
 
 def _copied(buffers: Params) -> Params:
-    plain = all(type(buffer) is Tensor and tensor_layout.is_dense(buffer) for buffer in buffers.values())
-    if plain and len(buffers) > 1 and tracing.may_overwrite(buffers.values()):
+    are_dense = all(type(buffer) is Tensor and tensor_layout.is_dense(buffer) for buffer in buffers.values())
+    if are_dense and len(buffers) > 1 and tracing.may_overwrite(buffers.values()):
         return dict(zip(buffers, foreach.clone(list(buffers.values())), strict=True))
     return {name: buffer.clone() for name, buffer in buffers.items()}
 
@@ -386,15 +386,8 @@ def _persistent(module: nn.Module, objective: nn.Module | None) -> frozenset[str
     for prefix, root in (("", module), (OBJECTIVE, objective)):
         for path, owner in () if root is None else root.named_modules(remove_duplicate=False):
             start = f"{prefix}{path}." if path else prefix
-            found |= {start + name for name in _saved_buffers(owner)}
+            found |= {start + name for name in hidden.saved_buffers(owner)}
     return frozenset(found)
-
-
-def _saved_buffers(owner: nn.Module) -> set[str]:
-    # `_save_to_state_dict` shows which buffers are persistent; unlike `state_dict` it runs no hooks.
-    kept: dict[str, Any] = {}
-    nn.Module._save_to_state_dict(owner, kept, "", keep_vars=True)  # pyright: ignore[reportPrivateUsage]  # see above
-    return set(kept) & {name for name, _ in owner.named_buffers(recurse=False, remove_duplicate=False)}
 
 
 def matching_buffers(module: nn.Module, objective: nn.Module | None, patterns: Iterable[str]) -> Params:

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..errors import StateError, StepContractError
-from ..torch_ext import tensor_layout
+from ..errors import ConfigError, StateError, StepContractError
+from ..torch_ext import hidden, tensor_layout
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -22,7 +22,7 @@ Named = Iterable[tuple[str, Tensor]]
 
 def wrapper(module: nn.Module) -> str | None:
     """Return "torch.compile", "DataParallel" or "DistributedDataParallel" for a module that only wraps another one."""
-    if isinstance(getattr(module, "_orig_mod", None), nn.Module):
+    if hidden.compiled_module(module) is not None:
         return "torch.compile"
     name = type(module).__name__
     # By name: torch.nn.parallel.distributed loads torch.distributed.
@@ -49,7 +49,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {id(each): each for each in (*module.parameters(), *module.buffers())}
     for part in reversed(wrapped):  # innermost first: the copy of an outer one contains it
         inner: Any = part
-        memo[id(part)] = _copied(inner._orig_mod if wrapper(part) == "torch.compile" else inner.module, memo)
+        memo[id(part)] = _copied(hidden.compiled_module(part) or inner.module, memo)
     return _copied(module, memo)
 
 
@@ -74,7 +74,7 @@ def _not_copied(module: nn.Module, memo: dict[int, Any], error: Exception) -> St
     known = memo | {id(part): part for part in module.modules()}  # copies of a part do not copy the others
     for name, part in module.named_modules():
         for attribute, value in vars(part).items():
-            if attribute in _REGISTERED or _is_copied(value, known):
+            if attribute in hidden.REGISTERED or _is_copied(value, known):
                 continue
             reason = str(error)
             cure = f"keep it outside of the module, or define {type(part).__name__}.__deepcopy__"
@@ -118,7 +118,7 @@ def weightless_copy(module: nn.Module) -> nn.Module:
             )
     _check_attributes(module, made)
     for name, part in made.named_modules():
-        part._apply = functools.partial(_checked_apply, part, name)  # pyright: ignore[reportPrivateUsage]  # all of .to, .half
+        hidden.set_apply(part, functools.partial(_checked_apply, part, name))
         if isinstance(part, nn.RNNBase):
             part.flatten_parameters = _skip_flatten
     return made
@@ -156,7 +156,7 @@ def _skip_flatten() -> None:
 
 
 def _checked_apply(module: nn.Module, name: str, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """Replaces ``module._apply``: ``module.to(...)`` in a forward pass raises unless it changes nothing."""
+    """Replaces the method behind ``module.to(...)``, which in a forward pass raises unless it changes nothing."""
     tensors = {**dict(module.named_parameters(recurse=recurse)), **dict(module.named_buffers(recurse=recurse))}
     for inner, tensor in tensors.items():
         if fn(tensor) is not tensor:
@@ -170,7 +170,6 @@ def _checked_apply(module: nn.Module, name: str, fn: Callable[[Tensor], Tensor],
 
 # --- attributes -------------------------------------------------------------------------------------------------------
 
-_REGISTERED = ("_parameters", "_buffers", "_modules")
 _PLAIN = (str, int, float, bool, bytes, type(None))  # contain no tensors; skipped for speed (a vocabulary has many)
 
 
@@ -182,9 +181,9 @@ def _check_attributes(module: nn.Module, made: nn.Module) -> None:
     wrong = dict.fromkeys(map(id, parts), "the original module, whose weights never change") | tensors
     seen: set[int] = set()
     for name, part in made.named_modules():
-        left = _REGISTERED if not isinstance(part, nn.RNNBase) else (*_REGISTERED, "_flat_weights")  # set with weights
+        skipped = hidden.REGISTERED | ({hidden.FLAT_WEIGHTS} if isinstance(part, nn.RNNBase) else set())
         for attribute, value in vars(part).items():
-            found = None if attribute in left else _reachable_weight(value, wrong, seen)
+            found = None if attribute in skipped else _reachable_weight(value, wrong, seen)
             if found is not None:
                 where = f"{name}.{attribute}" if name else attribute
                 raise StateError(f"refers to {found}", where=where, hint="use a method of the module, with self")
@@ -240,15 +239,24 @@ def check(modules: Iterable[tuple[str, nn.Module]], parameters: Named, buffers: 
 def _check_tensor(name: str, value: Tensor) -> None:
     if nn.parameter.is_lazy(value):
         raise StateError("is lazy and has no shape yet", where=name, hint="run one forward pass before ps.program")
-    if value.requires_grad and (value._backward_hooks or getattr(value, "_post_accumulate_grad_hooks", None)):
+    if value.requires_grad and hidden.has_gradient_hook(value):
         hint = "replace the hook: use optim.masked, or optim.stateless(f) in the chain"
         raise StateError("has a hook on its gradient, which a pure step does not call", where=name, hint=hint)
-    if value.is_floating_point() or not isinstance(value, nn.Parameter):
+    if value.is_floating_point() or value.is_complex() or not isinstance(value, nn.Parameter):
         return
     cure = f"call module.register_buffer({name.rpartition('.')[2]!r}, ...) for a tensor that is not trained"
-    if value.is_complex():
-        cure = "hold real and imaginary part as one real parameter and use torch.view_as_complex in forward"
     raise StateError(f"is a parameter of dtype {value.dtype}; floating point is needed", where=name, hint=cure)
+
+
+def check_real(module: nn.Module, where: str) -> None:
+    """Raise a ConfigError if a trained parameter of the module is complex."""
+    found = [name for name, value in module.named_parameters() if value.is_complex() and value.requires_grad]
+    if found:
+        raise ConfigError(
+            f"is not defined for complex parameters: {found[0]} is one",
+            where=where,
+            hint="hold real and imaginary part as one real parameter and use torch.view_as_complex in forward",
+        )
 
 
 def _check_memory(parameters: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
@@ -286,8 +294,7 @@ def none_buffers(modules: Iterable[tuple[str, nn.Module]]) -> tuple[str, ...]:
         f"{path}.{name}" if path else name
         for path, owner in modules
         if not type(owner).__module__.startswith("torch.nn.modules.")  # norms without statistics never fill them
-        for name, buffer in owner._buffers.items()  # pyright: ignore[reportPrivateUsage]  # named_buffers skips None
-        if buffer is None and name not in owner._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
+        for name in hidden.unset_buffers(owner)
     )
 
 

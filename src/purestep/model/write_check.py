@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import StepContractError
-from ..torch_ext import tracing
+from ..torch_ext import hidden, tracing
 from ..types import Params
 
 Mark = tuple[int, int]
@@ -36,7 +36,7 @@ def marks(tensors: Params) -> dict[str, Mark]:
         tensors = {name: tracing.unwrapped(tensor) for name, tensor in tensors.items()}
     if all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors.values()):
         try:
-            return {name: (tensor.data_ptr(), tensor._version) for name, tensor in tensors.items()}  # pyright: ignore[reportPrivateUsage]
+            return {name: (tensor.data_ptr(), hidden.version(tensor)) for name, tensor in tensors.items()}
         except RuntimeError:  # one has no memory, or no version counter
             pass
     return {name: _mark(tensor) for name, tensor in tensors.items()}
@@ -44,11 +44,11 @@ def marks(tensors: Params) -> dict[str, Mark]:
 
 def _mark(tensor: Tensor) -> Mark:
     try:
-        version = tensor._version  # pyright: ignore[reportPrivateUsage]  # torch has no public counter
+        version = hidden.version(tensor)
         if type(tensor) in (Tensor, nn.Parameter):
             return tensor.data_ptr(), version
         # Fake tensors, in a trace, have no address.
-        return tensor.untyped_storage()._cdata, version  # pyright: ignore[reportPrivateUsage]
+        return hidden.storage_address(tensor), version
     except RuntimeError:  # no memory, or no version counter
         return 0, 0
 

@@ -8,11 +8,12 @@ from typing import Annotated, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ..state import known_keywords
+from ..state import at_least, known_keywords
 from ..torch_ext import tracing
 from ..types import Empty, Params, Tree
-from .arguments import Decay, NonNegative, Rate, at_least
+from .arguments import Decay, NonNegative, Rate
 from .base import Transform, chain
+from .complex_params import real_only
 from .counts import no_updates, update_counts
 from .numerics import (
     by_name,
@@ -118,7 +119,7 @@ def scale_by_soap(
         basis, nu = _refreshed(gram, state.basis, nu, rank, by_name(count, updates), precondition_frequency)
         return new, state._replace(step=state.step + 1, mu=mu, nu=nu, gram=gram, basis=basis)
 
-    return Transform(init, update, elementwise=False)
+    return real_only(Transform(init, update, elementwise=False), "soap")
 
 
 @known_keywords

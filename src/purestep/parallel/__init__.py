@@ -16,7 +16,6 @@ from __future__ import annotations
 from ..types import Share as Share
 from .distribute import distribute as distribute
 from .distribute import share as share
-from .loaders import Sharded as Sharded
 from .loaders import sharded as sharded
 from .mesh import Mesh as Mesh
 from .mesh import start as start

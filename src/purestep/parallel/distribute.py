@@ -10,19 +10,19 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .. import ema as ema_
 from .. import tree
 from ..errors import ConfigError, RankError
 from ..metrics import Gathered
+from ..model import check_real
 from ..optim import base, numerics
-from ..state import check_choice, known_keywords
+from ..state import check_choice, known_keywords, views
 from ..types import Batch, Exchange, Form, Labels, Metrics, Params, Program, Share, Static, TrainState, Tree
 from . import batchnorm as batchnorms
 from . import collectives, placement, processes, tensor_parallel
 from . import mesh as meshes
 from . import units as blocks
 from .mesh import Mesh
-from .placement import Layout, Leaf
+from .placement import Leaf, Sharding
 
 Rules = Sequence[tuple[str, str]]
 _WHERE = "distribute"
@@ -106,6 +106,7 @@ def distribute(
     unit_names = blocks.names_of(units, static.module)
     if mesh.size == 1:
         return program
+    check_real(static.module, _WHERE)
     _check_mesh(mesh, params, tensor, cuts=any(map(is_cut, static.trained)))
     collectives.keep_in_graphs()
 
@@ -118,15 +119,15 @@ def distribute(
         inner = _changed(inner, tensor_parallel.parallelized(tensor, meshes.axis_mesh("tensor")))
         splits = tensor_parallel.splits(inner.module, mesh.tensor, static.frozen)
     dims = {name: split.dim for name, split in splits.items() if split.dim >= 0}
-    layout = placement.layout_of(program.init(device="meta"), is_cut, mesh, dims)
-    if static.tx.elementwise and not all(leaf.is_whole for leaf in layout.leaves):
-        _check_elementwise(static.tx, layout.leaves)
-    in_units = blocks.leaves_of(unit_names, layout.leaves, static.ties)
+    sharding = placement.sharding_of(program.init(device="meta"), is_cut, mesh, dims)
+    if static.tx.elementwise and not all(leaf.is_whole for leaf in sharding.leaves):
+        _check_elementwise(static.tx, sharding.leaves)
+    in_units = blocks.leaves_of(unit_names, sharding.leaves, static.ties)
     if in_units:
-        inner = _changed(inner, blocks.gathering(_units(in_units, layout, splits)))
+        inner = _changed(inner, blocks.gathering(_units(in_units, sharding, splits)))
 
     hidden = frozenset(leaf.name for leaves in in_units.values() for leaf in leaves)
-    own = _Distributed(program, inner, mesh, layout, splits, hidden, is_seeded=is_synced or bool(in_units))
+    own = _Distributed(program, inner, mesh, sharding, splits, hidden, is_seeded=is_synced or bool(in_units))
     steps = inner.made.steps(own.form(Form(lambda stored: stored, lambda named: named)))
     fixed = static._replace(
         made=static.made._replace(
@@ -267,14 +268,14 @@ def _check_elementwise(tx: Any, leaves: Sequence[Leaf]) -> None:
 
 
 def _units(
-    in_units: Mapping[str, list[Leaf]], layout: Layout, splits: Mapping[str, tensor_parallel.Split]
+    in_units: Mapping[str, list[Leaf]], sharding: Sharding, splits: Mapping[str, tensor_parallel.Split]
 ) -> dict[str, blocks.Unit]:
     def wrapped(named: Params) -> Params:
         return tensor_parallel.as_dtensors(named, splits, meshes.axis_mesh("tensor")) if splits else named
 
     def unit(name: str, leaves: list[Leaf]) -> blocks.Unit:
-        named = tuple((leaf.name.removeprefix(f"{name}."), leaf.part(layout.tensor)) for leaf in leaves)
-        return blocks.Unit(named, layout.width, wrapped)
+        named = tuple((leaf.name.removeprefix(f"{name}."), leaf.part(sharding.tensor)) for leaf in leaves)
+        return blocks.Unit(named, sharding.width, wrapped)
 
     return {name: unit(name, leaves) for name, leaves in in_units.items()}
 
@@ -291,7 +292,7 @@ class _Distributed:
         program: of one process.
         inner: the same with layers that communicate.
         mesh: of several processes.
-        layout: of the state.
+        sharding: of the state.
         splits: parameters that are DTensors inside of a step.
         hidden: parameters that are gathered by their units.
         is_seeded: as in `Exchange`.
@@ -302,7 +303,7 @@ class _Distributed:
         program: Program,
         inner: Static,
         mesh: Mesh,
-        layout: Layout,
+        sharding: Sharding,
         splits: Mapping[str, tensor_parallel.Split],
         hidden: frozenset[str],
         *,
@@ -311,13 +312,13 @@ class _Distributed:
         self._program: Any = program
         self._inner: Any = inner
         self._mesh = mesh
-        self._layout = layout
+        self._sharding = sharding
         self._splits = splits
         self._hidden = hidden
-        self._leaves = {leaf.name: leaf for leaf in layout.leaves}
-        self._pieces = [leaf for leaf in layout.leaves if not leaf.is_whole]
+        self._leaves = {leaf.name: leaf for leaf in sharding.leaves}
+        self._pieces = [leaf for leaf in sharding.leaves if not leaf.is_whole]
         # Cut by rows, as one process of the axis "tensor" has them.
-        self._cuts = [leaf.part(layout.tensor) for leaf in layout.leaves if leaf.is_cut]
+        self._cuts = [leaf.part(sharding.tensor) for leaf in sharding.leaves if leaf.is_cut]
         self.exchange = Exchange(
             reduce=self._reduced,
             once=not self._cuts,
@@ -341,13 +342,13 @@ class _Distributed:
         device = "cuda" if device is None and self._mesh.device_type == "cuda" else device
         state: TrainState = self._program.init(seed, device)
         _check_weights(state)
-        return placement.part(self._layout, state)
+        return placement.part(self._sharding, state)
 
     def eval_step(self, state: TrainState, batch: Batch, *context: Any, index: int = 0) -> Metrics:
         """The metrics of all processes; see `Program`. Gathered outputs are those of this process's rows, also of a row
         that stands in for an empty share: `evaluate` joins them at its end."""
         metrics: Metrics = self._program.eval_step(
-            placement.weights(ema_.to_evaluate(state)), batch, *context, index=index
+            placement.weights(views.to_evaluate(state)), batch, *context, index=index
         )
         own = {name: value for name, value in metrics.items() if isinstance(value, Gathered)}
         leaves, treedef = tree.flatten({name: value for name, value in metrics.items() if name not in own})
@@ -357,7 +358,7 @@ class _Distributed:
 
     def bind(self, state: TrainState, view: str | None = None, train: bool = False) -> Callable[..., Any]:
         """A callable with the whole weights, gathered now: every process calls it; see `Program`."""
-        chosen = placement.weights(ema_.view(state, "params" if train and view is None else view))
+        chosen = placement.weights(views.view(state, "params" if train and view is None else view))
         return self._program.bind(chosen, train=train)
 
     def gradient(self, state: TrainState, batch: Batch) -> Params:
@@ -376,7 +377,7 @@ class _Distributed:
         def expand(stored: Params) -> Params:
             named = packed.expand(stored)
             cuts = [leaf for leaf in self._cuts if leaf.name in named and leaf.name not in self._hidden]
-            wholes = placement.all_gathered([(leaf, named[leaf.name]) for leaf in cuts], self._layout.width)
+            wholes = placement.all_gathered([(leaf, named[leaf.name]) for leaf in cuts], self._sharding.width)
             named = named | placement.by_name(cuts, wholes)
             return tensor_parallel.as_dtensors(named, splits, meshes.axis_mesh("tensor")) if splits else named
 
@@ -397,7 +398,7 @@ class _Distributed:
         cuts = [leaf for leaf in self._cuts if leaf.name not in self._hidden]
         hidden = [name for name in grads if name in self._hidden]  # their units have summed them over the axis "shard"
         others = [name for name in grads if name not in self._hidden and name not in {leaf.name for leaf in cuts}]
-        pieces = placement.reduce_scattered([(leaf, grads[leaf.name]) for leaf in cuts], self._layout.width)
+        pieces = placement.reduce_scattered([(leaf, grads[leaf.name]) for leaf in cuts], self._sharding.width)
         found = placement.by_name(cuts, pieces)
         for names, axis in ((others, "batch"), (hidden, "data")):
             found |= dict(zip(names, placement.all_reduced([grads[name] for name in names], axis), strict=True))
@@ -441,7 +442,7 @@ class _Distributed:
         if self._cuts:
             by_rows, by_both = collectives.all_reduce(torch.stack([by_rows, by_both]), "shard").unbind()
         by_tensor = squares(rows=False, tensor=True) + by_both
-        if self._layout.tensor > 1:
+        if self._sharding.tensor > 1:
             by_tensor = collectives.all_reduce(by_tensor, "tensor")
         return (squares(rows=False, tensor=False) + by_rows + by_tensor).sqrt()
 
@@ -451,9 +452,9 @@ class _Distributed:
             norms = base.Norms(self._norm if self._pieces else base.global_norm, norm)
             return base.updated(tx, grads, state, params, norms)
         prefix = "opt_state/"
-        cuts = {path.removeprefix(prefix): name for path, name in self._layout.paths if path.startswith(prefix)}
+        cuts = {path.removeprefix(prefix): name for path, name in self._sharding.paths if path.startswith(prefix)}
         entries = [(path, self._leaves[cuts[path]], leaf) for path, leaf in tree.with_paths(state) if path in cuts]
-        wholes = placement.unsharded(self._layout, [(leaf, value) for _, leaf, value in entries])
+        wholes = placement.unsharded(self._sharding, [(leaf, value) for _, leaf, value in entries])
         by_path = {path: whole for (path, _, _), whole in zip(entries, wholes, strict=True)}
         whole_state = placement.mapped(state, lambda path, value: by_path.get(path, value))
         found, whole_state = tx.update(self._unsharded(grads), whole_state, self._unsharded(params))
@@ -467,11 +468,11 @@ class _Distributed:
     def _unsharded(self, named: Params) -> Params:
         """Whole tensors of what this process holds: a collective."""
         pieces = [leaf for leaf in self._pieces if leaf.name in named]
-        wholes = placement.unsharded(self._layout, [(leaf, named[leaf.name]) for leaf in pieces])
+        wholes = placement.unsharded(self._sharding, [(leaf, named[leaf.name]) for leaf in pieces])
         return named | placement.by_name(pieces, wholes)
 
     def _shard(self, leaf: Leaf, value: Tensor) -> Tensor:
-        return placement.shard_of(self._layout, leaf, value, self._mesh)
+        return placement.shard_of(self._sharding, leaf, value, self._mesh)
 
 
 def _check_weights(state: TrainState) -> None:

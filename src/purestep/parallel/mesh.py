@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import ipaddress
 import itertools
 import json
 import os
 import platform
+import socket
 import threading
 import time
 from collections.abc import Generator, Mapping
@@ -199,6 +201,7 @@ def start(*, data: int | None = None, shard: int = 1, tensor: int = 1, timeout: 
         if environment is not None:
             rank, count = environment
             sizes["data"] = _fitting(sizes, count, is_free=data is None)
+            stack.enter_context(_on_loopback())
             stack.enter_context(_process_group(rank, count, timeout))
             with _joining(rank, count):
                 found = _opened(Mesh(**sizes, rank=rank, device_type=_device_type()), timeout)
@@ -364,7 +367,7 @@ def _rendezvous(limit: timedelta) -> Any:
 
     def wait() -> None:
         try:
-            found.append(next(rendezvous("env://", timeout=limit))[0])
+            found.append(_own_store(limit) or next(rendezvous("env://", timeout=limit))[0])
         except BaseException as error:  # raised below
             found.append(error)
 
@@ -379,6 +382,47 @@ def _rendezvous(limit: timedelta) -> Any:
         _stores[key] = found[0]
     _stores[key].set_timeout(limit)
     return _stores[key]
+
+
+def _own_store(limit: timedelta) -> Any:
+    """The store of a run on one host, in its first process: it listens on the loopback interface, where torch's would
+    listen on all. None in the other processes, for several hosts, and if torchrun has a store already."""
+    is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    if os.environ["RANK"] != "0" or is_torchruns or not _is_loopback():
+        return None
+    host, port, count = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), int(os.environ["WORLD_SIZE"])
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.create_server(address[:2], family=family)
+    except (OSError, OverflowError):  # no port, which torch's error says; or taken, perhaps by this process
+        return None
+    store: Any = torch.distributed.TCPStore  # pyright: ignore[reportPrivateImportUsage]  # documented
+    return store(host, port, count, True, limit, multi_tenant=True, master_listen_fd=listening.detach())
+
+
+def _is_loopback() -> bool:
+    """True if the first process is reached at an address of this host alone."""
+    try:
+        found = socket.getaddrinfo(os.environ["MASTER_ADDR"], None)
+        return all(ipaddress.ip_address(address[0]).is_loopback for *_, address in found)
+    except (OSError, KeyError, ValueError):
+        return False
+
+
+@contextmanager
+def _on_loopback() -> Generator[None]:
+    """Let gloo listen on the loopback interface of a run on one host, unless its variable is set."""
+    name = "GLOO_SOCKET_IFNAME"
+    is_one_host = _is_loopback() or os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE", "")
+    interface = next((found for _, found in socket.if_nameindex() if found in ("lo", "lo0")), None)
+    if not is_one_host or interface is None or name in os.environ:
+        yield
+        return
+    os.environ[name] = interface
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
 
 
 def _facts(count: int) -> dict[str, Any]:

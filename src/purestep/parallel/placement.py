@@ -71,7 +71,7 @@ class Leaf(NamedTuple):
         return (self.is_cut or place == 0) and (self.tensor == 0 or at == 0)
 
 
-class Layout(NamedTuple):
+class Sharding(NamedTuple):
     """The pieces of a state. Equal in every process of a run."""
 
     width: int  # processes that hold pieces: the axis "shard" of the mesh
@@ -87,33 +87,33 @@ class _NoFields(NamedTuple):
 
 
 class Placement(_NoFields):
-    """The layout of a state's pieces, as a node without leaves: a class for each layout. Not an `Empty`, which means
-    that a state is whole."""
+    """A state's sharding as a node without leaves: a class for each sharding. Not an `Empty`, which means a state that
+    is whole."""
 
     __slots__ = ()
-    layout: Layout
+    sharding: Sharding
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return of, (self.layout,)
+        return of, (self.sharding,)
 
     def __repr__(self) -> str:
-        cut = sum(not leaf.is_whole for leaf in self.layout.leaves)
-        count = self.layout.width * self.layout.tensor
-        return f"Placement({cut} of {len(self.layout.leaves)} parameters in {count} pieces)"
+        cut = sum(not leaf.is_whole for leaf in self.sharding.leaves)
+        count = self.sharding.width * self.sharding.tensor
+        return f"Placement({cut} of {len(self.sharding.leaves)} parameters in {count} pieces)"
 
 
 @functools.cache
-def of(layout: Layout) -> Placement:
-    """The placement of a layout; the same object for equal layouts."""
-    return type("Placement", (Placement,), {"layout": layout, "__slots__": ()})()
+def of(sharding: Sharding) -> Placement:
+    """The placement of a sharding; the same object for equal shardings."""
+    return type("Placement", (Placement,), {"sharding": sharding, "__slots__": ()})()
 
 
-def layout_of(
+def sharding_of(
     whole: TrainState,
     is_cut: Callable[[str], bool],
     mesh: meshes.Mesh,
     dims: Mapping[str, int] = MappingProxyType({}),
-) -> Layout:
+) -> Sharding:
     """Plan the pieces of a state.
 
     Args:
@@ -140,7 +140,7 @@ def layout_of(
             paths.append((path, name))
         if sums_once and path.startswith("accum/grads/"):
             summands.append(path)
-    return Layout(mesh.shard, mesh.data, leaves, tuple(paths), tuple(summands), mesh.tensor)
+    return Sharding(mesh.shard, mesh.data, leaves, tuple(paths), tuple(summands), mesh.tensor)
 
 
 def _endings(path: str) -> list[str]:
@@ -159,17 +159,17 @@ def _order(value: Tensor) -> tuple[int, ...]:
 # --- pieces -----------------------------------------------------------------------------------------------------------
 
 
-def shard_of(layout: Layout, leaf: Leaf, value: Tensor, mesh: meshes.Mesh) -> Tensor:
+def shard_of(sharding: Sharding, leaf: Leaf, value: Tensor, mesh: meshes.Mesh) -> Tensor:
     """The part of a whole tensor that one process holds: a copy in the leaf's memory order."""
     if leaf.tensor >= 0:
-        size = value.shape[leaf.tensor] // layout.tensor
+        size = value.shape[leaf.tensor] // sharding.tensor
         value = value.narrow(leaf.tensor, mesh.coordinate("tensor") * size, size)
         if not leaf.is_cut:
             return _unpermuted(leaf, value.permute(leaf.order).contiguous()).clone()
     if not leaf.is_cut:
         return value
-    leaf = leaf.part(layout.tensor)
-    return _piece(leaf, _rows(leaf, value, layout.width)[mesh.coordinate("shard")].clone(), layout.width)
+    leaf = leaf.part(sharding.tensor)
+    return _piece(leaf, _rows(leaf, value, sharding.width)[mesh.coordinate("shard")].clone(), sharding.width)
 
 
 def _rows(leaf: Leaf, value: Tensor, width: int) -> Tensor:
@@ -234,15 +234,15 @@ def _gathered_parts(entries: list[Entry], count: int) -> list[Tensor]:
     return _by_dtype(entries, one_dtype)
 
 
-def unsharded(layout: Layout, entries: list[Entry]) -> list[Tensor]:
+def unsharded(sharding: Sharding, entries: list[Entry]) -> list[Tensor]:
     """Whole tensors of what one process holds, by both axes."""
     found = [value for _, value in entries]
     cuts = [index for index, (leaf, _) in enumerate(entries) if leaf.is_cut]
-    parts = all_gathered([(entries[index][0].part(layout.tensor), found[index]) for index in cuts], layout.width)
+    parts = all_gathered([(entries[index][0].part(sharding.tensor), found[index]) for index in cuts], sharding.width)
     for index, value in zip(cuts, parts, strict=True):
         found[index] = value
     split = [index for index, (leaf, _) in enumerate(entries) if leaf.tensor >= 0]
-    wholes = _gathered_parts([(entries[index][0], found[index]) for index in split], layout.tensor)
+    wholes = _gathered_parts([(entries[index][0], found[index]) for index in split], sharding.tensor)
     for index, value in zip(split, wholes, strict=True):
         found[index] = value
     return found
@@ -291,19 +291,19 @@ def _by_dtype(
 # --- states -----------------------------------------------------------------------------------------------------------
 
 
-def part(layout: Layout, whole: TrainState) -> TrainState:
+def part(sharding: Sharding, whole: TrainState) -> TrainState:
     """This process's part of a whole state."""
     mesh = meshes.here()
-    named = {leaf.name: leaf for leaf in layout.leaves}
-    cuts, summands = dict(layout.paths), set(layout.summands)
+    named = {leaf.name: leaf for leaf in sharding.leaves}
+    cuts, summands = dict(sharding.paths), set(sharding.summands)
 
     def of_leaf(path: str, value: Tensor) -> Tensor:
         if path in cuts:
-            value = shard_of(layout, named[cuts[path]], value, mesh)
+            value = shard_of(sharding, named[cuts[path]], value, mesh)
         # The first process holds the sum so far.
         return torch.zeros_like(value) if path in summands and mesh.batch_rank else value
 
-    return mapped(whole, of_leaf)._replace(placement=of(layout))
+    return mapped(whole, of_leaf)._replace(placement=of(sharding))
 
 
 def full(state: TrainState) -> TrainState:
@@ -325,18 +325,18 @@ def full(state: TrainState) -> TrainState:
     placement = state.placement
     if not isinstance(placement, Placement):
         return state
-    layout = placement.layout
-    named = {leaf.name: leaf for leaf in layout.leaves}
-    cuts, found = dict(layout.paths), dict[str, Tensor]()
+    sharding = placement.sharding
+    named = {leaf.name: leaf for leaf in sharding.leaves}
+    cuts, found = dict(sharding.paths), dict[str, Tensor]()
     leaves = dict(tree.with_paths(TrainState(*state)))
-    sums = [path for path in layout.summands if path in leaves]
+    sums = [path for path in sharding.summands if path in leaves]
     found |= dict(zip(sums, all_reduced([leaves[path] for path in sums], "batch"), strict=True))
     leaves |= found
     for field in _FIELDS:
         places = [path for path in leaves if path.partition("/")[0] == field]
         pieces = [path for path in places if path in cuts]
         found |= dict(
-            zip(pieces, unsharded(layout, [(named[cuts[path]], leaves[path]) for path in pieces]), strict=True)
+            zip(pieces, unsharded(sharding, [(named[cuts[path]], leaves[path]) for path in pieces]), strict=True)
         )
     return mapped(TrainState(*state), lambda path, value: found.get(path, value))._replace(placement=Empty())
 
@@ -348,9 +348,9 @@ def weights(state: TrainState) -> TrainState:
     placement = state.placement
     if not isinstance(placement, Placement):
         return state
-    layout = placement.layout
-    pieces = [leaf for leaf in layout.leaves if not leaf.is_whole]
-    named = by_name(pieces, unsharded(layout, [(leaf, state.params[leaf.name]) for leaf in pieces]))
+    sharding = placement.sharding
+    pieces = [leaf for leaf in sharding.leaves if not leaf.is_whole]
+    named = by_name(pieces, unsharded(sharding, [(leaf, state.params[leaf.name]) for leaf in pieces]))
     params = {name: named.get(name, value) for name, value in state.params.items()}
     return TrainState(*state)._replace(params=params, ema=Empty(), placement=Empty())
 

@@ -6,6 +6,7 @@ makes the same calls in the same order. Without a mesh of several processes each
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from .. import errors
 from ..errors import PurestepError, RankError
+from ..state import tree_json
 from . import mesh as meshes
 
 T = TypeVar("T")
@@ -78,23 +80,54 @@ def by_process(number: int) -> list[int]:
 
 
 def gathered(value: T) -> list[T]:
-    """The values of all processes, by rank. They are pickled: plain data, small."""
+    """The values of all processes, by rank: trees of plain values and tensors (`tree_json`), small."""
     if (mesh := meshes.here()).size == 1:
         return [value]
-    found: list[Any] = [None] * mesh.size
+    own = _message(value)
+    sizes = by_process(len(own))
     with answered("an exchange of values"):
-        dist.all_gather_object(found, value, group=_host())
-    return found
+        found = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes]
+        dist.all_gather(found, torch.cat([own, own.new_zeros(max(sizes) - len(own))]), group=_host())
+    return [value if rank == mesh.rank else _read(found[rank][:size], rank) for rank, size in enumerate(sizes)]
 
 
 def from_process(value: T, rank: int) -> T:
-    """The value of one process, in every process. It is pickled."""
+    """The value of one process, in every process: as for `gathered`."""
     if (mesh := meshes.here()).size == 1:
         return value
-    box: list[Any] = [value if mesh.rank == rank else None]
+    own = _message(value if mesh.rank == rank else None)
+    size = by_process(len(own) if mesh.rank == rank else 0)[rank]
     with answered("a value of another process"):
-        dist.broadcast_object_list(box, src=rank, group=_host())
-    return box[0]
+        sent = own if mesh.rank == rank else torch.empty(size, dtype=torch.uint8)
+        dist.broadcast(sent, src=rank, group=_host())
+    return value if mesh.rank == rank else _read(sent, rank)
+
+
+def _message(value: Any) -> Tensor:
+    """A value as bytes: of the JSON text the length, in 8 bytes, and the text; then those of the tensors."""
+    tensors: dict[str, Tensor] = {}
+    tree = tree_json.encode("value", value, tensors)
+    text = json.dumps([tree, {name: len(data) for name, data in tensors.items()}]).encode()
+    head = torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8)
+    return torch.cat([head, *tensors.values()])
+
+
+def _read(message: Tensor, rank: int) -> Any:
+    """The value of a message, which runs no code, whoever has sent it.
+
+    Raises:
+        RankError: it is no message of `gathered` or `from_process`.
+    """
+    try:
+        end = 8 + int.from_bytes(message[:8].numpy().tobytes(), "little")
+        tree, sizes = json.loads(message[8:end].numpy().tobytes())
+        data = message[end:].split(list(sizes.values()))
+        return tree_json.decode(tree, {name: part.clone() for name, part in zip(sizes, data, strict=True)})
+    except (ValueError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
+        what = f"sent no value of purestep: {error}"
+        raise RankError(
+            what, where=f"process {rank}", hint="let only the processes of one run reach each other"
+        ) from error
 
 
 def _host() -> Any:
@@ -157,9 +190,9 @@ def _sent(error: Exception | None) -> tuple[Any, ...] | None:
 def _received(rank: int, sent: tuple[Any, ...]) -> PurestepError:
     """The error of another process: of its class if it is one of purestep, else a RankError."""
     name, what, where, hint, number = sent
-    found: Any = getattr(errors, name, PurestepError)(
-        what, where=f"process {rank}" + (f", {where}" if where else ""), hint=hint
-    )
+    kind = getattr(errors, name, None)
+    kind = kind if isinstance(kind, type) and issubclass(kind, PurestepError) else PurestepError
+    found: Any = kind(what, where=f"process {rank}" + (f", {where}" if where else ""), hint=hint)
     if number is not None:
         found.errno = number
     return found

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import importlib
+import re
 import time
 from collections.abc import Iterable, Mapping
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, printable
 from ..files import write_bytes
 from .curves import Curve, quantities, smoothed
 from .run_files import StoredRun, age, bytes_text, finite, number_text, when
@@ -27,6 +30,8 @@ _TITLES = {
     "steps_per_second": "steps per second",
     "wait_fraction": "share waiting for data",
 }
+_POLICY = "default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; img-src data: blob:"
+"""The page loads nothing, and runs no script but its own, which it names by their digests."""
 _STYLE = """body{margin:0 auto;max-width:1240px;padding:20px;font:15px/1.5 system-ui,sans-serif}
 h1{font-size:1.4rem}h2{font-size:1rem}div.table{overflow-x:auto}table{border-collapse:collapse;font-size:.875rem}
 th,td{padding:4px 14px 4px 0;border-bottom:1px solid #d9dee6;text-align:left}.differs{background:#e3edfb}"""
@@ -47,14 +52,18 @@ def write_page(runs: list[StoredRun], path: Path | str) -> int:
         raise ConfigError("no runs", where="purestep report", hint="pass at least one directory")
     names = _names(runs)
     figure = _figure(runs, names)
-    title = escape(", ".join(names))
+    title = _text(", ".join(names))
     charts = (
         "<p>No rows of a history yet.</p>"
         if figure is None
         else figure.to_html(full_html=False, include_plotlyjs=True, config={"responsive": True, "displaylogo": False})
     )
+    policy = _POLICY.format(
+        scripts=" ".join(map(_digest, re.findall("<script[^>]*>(.*?)</script>", charts, re.DOTALL)))
+    )
     data = f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>purestep: {title}</title>
+<meta http-equiv="Content-Security-Policy" content="{policy}">
 <meta name="viewport" content="width=device-width, initial-scale=1"><style>{_STYLE}</style></head>
 <body><h1>{title}</h1><p>Written {when(time.time())} by purestep.</p>
 {_compared("Runs", list(map(_facts, runs)), names)}
@@ -65,6 +74,15 @@ def write_page(runs: list[StoredRun], path: Path | str) -> int:
 """.encode()
     write_bytes(path, data)
     return len(data)
+
+
+def _text(text: str) -> str:
+    """A text of a run in HTML, and in plotly's own."""
+    return escape(printable(text))
+
+
+def _digest(script: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
 
 
 def _names(runs: list[StoredRun]) -> list[str]:
@@ -91,7 +109,7 @@ def _figure(runs: list[StoredRun], names: list[str]) -> Any:
     if not found:
         return None
     rows = -(-len(found) // _COLUMNS)
-    titles = [escape(_TITLES.get(name, name.replace("_", " "))) for name in found]
+    titles = [_text(_TITLES.get(name, name.replace("_", " "))) for name in found]
     height = _HEIGHT * rows
     figure = subplots.make_subplots(rows, _COLUMNS, subplot_titles=titles, vertical_spacing=_GAP / height)
     named: set[str] = set()  # in the legend
@@ -106,7 +124,7 @@ def _figure(runs: list[StoredRun], names: list[str]) -> Any:
                 "color": _COLORS[(curve.run if several else at) % len(_COLORS)],
                 "dash": _DASHES[at % len(_DASHES)] if several else "solid",
             }
-            for trace in _traces(curve, quantity, escape(label), line, runs[curve.run]):
+            for trace in _traces(curve, quantity, _text(label), line, runs[curve.run]):
                 figure.add_scatter(**trace, showlegend="customdata" in trace and label not in named, **place)
                 named |= {label} if "customdata" in trace else set()
     scales = [
@@ -138,7 +156,8 @@ def _traces(curve: Curve, quantity: str, label: str, line: dict[str, Any], run: 
     metric = f"{curve.loader}_{quantity}" if curve.loader else quantity
     if run.best is not None and run.monitor is not None and run.monitor[0] == metric:
         row = run.history[run.best]
-        text = f"{label}<br>best: epoch {row.get('epoch')}, {number_text(row.get(metric))}<extra></extra>"
+        best = _text(f"epoch {row.get('epoch')}, {number_text(row.get(metric))}")
+        text = f"{label}<br>best: {best}<extra></extra>"
         star = {"symbol": "star", "size": 13, "color": line["color"]}
         place = {"x": [finite(row.get("step")) or run.best + 1], "y": [row.get(metric)]}
         found.append(common | place | {"mode": "markers", "marker": star, "hovertemplate": text})
@@ -202,9 +221,9 @@ def _snapshots(run: StoredRun, name: str) -> str:
 
 def _table(title: str, heads: list[str], rows: Iterable[tuple[bool, list[str]]]) -> str:
     """An HTML table of rows ``(marked, cells)``."""
-    head = "".join(f"<th>{escape(text)}</th>" for text in heads)
+    head = "".join(f"<th>{_text(text)}</th>" for text in heads)
     body = "".join(
-        f"<tr{' class=differs' if is_marked else ''}>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
+        f"<tr{' class=differs' if is_marked else ''}>{''.join(f'<td>{_text(cell)}</td>' for cell in cells)}</tr>"
         for is_marked, cells in rows
     )
-    return f"<h2>{escape(title)}</h2><div class=table><table><tr>{head}</tr>{body}</table></div>"
+    return f"<h2>{_text(title)}</h2><div class=table><table><tr>{head}</tr>{body}</table></div>"

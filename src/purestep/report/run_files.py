@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import csv
-import json
 import math
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from .. import snapshot, stopping
 from ..errors import ConfigError, NotFound, SnapshotError
 from ..files import Holder, lock_holder
-from ..snapshot import RunInfo, Summary
+from ..sinks import json_history, row_files
+from ..snapshot import RunInfo, StoredStep
 
-Row = Mapping[str, Any]
+Row = json_history.Row
 _HISTORY = "training_history.json"
 _ASIDE = re.compile(r".*\.\d+\.(csv|jsonl)|rows-\d+\.jsonl")  # of earlier runs; rows that belong to snapshots
 
@@ -30,7 +29,7 @@ class StoredRun(NamedTuple):
     state: str  # "running", "ended", "interrupted", "failed", "killed" or "unknown"
     how: str  # the state in a sentence
     info: RunInfo | None
-    snapshots: list[Summary]
+    snapshots: list[StoredStep]
     best_step: int | None  # the snapshot of the best row, if it is kept
     monitor: tuple[str, str] | None  # metric and mode
     history: list[Row]  # one row per epoch or evaluation
@@ -41,7 +40,7 @@ class StoredRun(NamedTuple):
     problems: list[str]
 
     @property
-    def newest(self) -> Summary | None:
+    def newest(self) -> StoredStep | None:
         """The newest intact snapshot."""
         return next((found for found in reversed(self.snapshots) if found.problem is None), None)
 
@@ -62,7 +61,7 @@ def read_run(path: Path | str, *, verify: bool = False) -> StoredRun:
         hint = _siblings(directory.parent) or "pass the directory of a run's snapshots"
         raise NotFound(what, where=str(path), hint=hint)
     holder, info = lock_holder(directory), snapshot.read_run_info(directory)
-    found = snapshot.summaries(directory)
+    found = snapshot.stored_steps(directory)
     problems = [summary.problem for summary in found if summary.problem is not None]
     if verify:
         intact = [summary.step for summary in found if summary.problem is None]
@@ -186,94 +185,51 @@ def number_text(value: Any) -> str:
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
-def _history(directory: Path, newest: Summary | None, problems: list[str]) -> list[Row]:
+def _history(directory: Path, newest: StoredStep | None, problems: list[str]) -> list[Row]:
     """The longer one of the history in the newest snapshot and that in ``training_history.json``."""
     stored = _stored_history(directory, newest, problems)
     try:
-        text = (directory / _HISTORY).read_text(encoding="utf-8")
-    except OSError:
+        written = json_history.stored_history(directory / _HISTORY)
+    except FileNotFoundError:
         return stored
-    written = _written_history(text)
+    except OSError as error:
+        problems.append(f"{directory / _HISTORY}: {error}")
+        return stored
     if written is None:
         problems.append(f"{directory / _HISTORY}: not a list of rows")
     return max(stored, written or [], key=len)
 
 
-def _stored_history(directory: Path, newest: Summary | None, problems: list[str]) -> list[Row]:
+def _stored_history(directory: Path, newest: StoredStep | None, problems: list[str]) -> list[Row]:
     if newest is None:
         return []
     try:
-        return _by_row(snapshot.read_history(directory, newest.step))
+        return json_history.rows_of(snapshot.read_history(directory, newest.step))
     except (SnapshotError, OSError) as error:
         if (directory / str(newest.step)).exists():  # otherwise its writer has deleted it in the meantime
             problems.append(" ".join(str(error).split()))
         return []
 
 
-def _by_row(columns: Mapping[str, list[Any]]) -> list[Row]:
-    count = max(map(len, columns.values()), default=0)
-    return [{name: column[at] for name, column in columns.items() if at < len(column)} for at in range(count)]
-
-
-def _written_history(text: str) -> list[Row] | None:
-    """The rows of the file, which may be read while a row is written."""
-    try:
-        found = json.loads(text)
-    except ValueError:
-        found = list(_json_lines(text))
-        if not found and text.strip(" \n[]"):
-            return None
-    if not isinstance(found, list):
-        return None
-    return [cast("Row", row) for row in cast("list[Any]", found) if isinstance(row, dict)]
-
-
-def _json_lines(text: str) -> Iterator[dict[str, Any]]:
-    for line in text.splitlines():
-        try:
-            row = json.loads(line.strip().rstrip(","))
-        except ValueError:  # the head of a list, or a row that is being written
-            continue
-        if isinstance(row, dict):
-            yield cast("dict[str, Any]", row)
-
-
 def _lines(directory: Path, problems: list[str]) -> list[Row]:
     """The rows of `sinks.csv` and `sinks.jsonl` in the directory: of the file with the most rows."""
     longest: list[Row] = []
     for path in sorted(directory.iterdir()):
-        if path.suffix not in (".csv", ".jsonl") or _ASIDE.fullmatch(path.name) or not path.is_file():
+        if _ASIDE.fullmatch(path.name) or not path.is_file():
             continue
         try:
-            text = path.read_text(encoding="utf-8", errors="replace")
-            rows = _json_lines(text) if path.suffix == ".jsonl" else _csv_rows(text.splitlines())
-            found = [row for row in rows if row.get("kind") in ("step", "epoch") and isinstance(row.get("step"), int)]
-        except (OSError, csv.Error) as error:
+            rows = row_files.stored_rows(path) or []
+        except (OSError, ValueError) as error:
             problems.append(f"{path}: {error}")
             continue
-        longest = max(longest, cast("list[Row]", found), key=len)
+        longest = max(longest, rows, key=len)
     return longest
-
-
-def _csv_rows(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    for row in csv.DictReader(lines):
-        if None not in row and None not in row.values():  # else it is being written
-            yield {name: _value(text) for name, text in row.items()}
-
-
-def _value(text: str) -> Any:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text or None
 
 
 # --- best -------------------------------------------------------------------------------------------------------------
 
 
-def _monitor(newest: Summary | None, info: RunInfo | None, history: list[Row]) -> tuple[str, str] | None:
+def _monitor(newest: StoredStep | None, info: RunInfo | None, history: list[Row]) -> tuple[str, str] | None:
     if newest is not None and newest.monitor is not None:
         return newest.monitor
     settings = {} if info is None else info.settings
@@ -286,7 +242,7 @@ def _monitor(newest: Summary | None, info: RunInfo | None, history: list[Row]) -
         return None
 
 
-def _best(history: list[Row], monitor: tuple[str, str] | None) -> int | None:
+def _best(history: Sequence[Mapping[str, Any]], monitor: tuple[str, str] | None) -> int | None:
     if monitor is None:
         return None
     sign = 1.0 if monitor[1] == "min" else -1.0
@@ -294,7 +250,7 @@ def _best(history: list[Row], monitor: tuple[str, str] | None) -> int | None:
     return min(known)[1] if known else None
 
 
-def _best_step(found: list[Summary], monitor: tuple[str, str] | None) -> int | None:
+def _best_step(found: list[StoredStep], monitor: tuple[str, str] | None) -> int | None:
     if monitor is None:
         return None
     at = _best([summary.metrics for summary in found], monitor)

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ..errors import printable
 from .run_files import Row, StoredRun, age, bytes_text, number_text
 
 _ROWS = 8  # of the history
@@ -24,18 +25,23 @@ def shown(run: StoredRun, *, width: int = 80, color: bool = False, verified: boo
         verified: every digest was compared.
     """
     console = Console(file=io.StringIO(), width=width, force_terminal=color, color_system="auto" if color else None)
-    console.print(f"[bold]{escape(str(run.directory))}[/]", soft_wrap=True, highlight=False)
+    console.print(f"[bold]{_safe(str(run.directory))}[/]", soft_wrap=True, highlight=False)
     facts = Table.grid(padding=(0, 2))
     facts.add_column(no_wrap=True)
     facts.add_column()
     for name, text in _facts(run, verified=verified):
-        facts.add_row(name, escape(text))
+        facts.add_row(name, _safe(text))
     console.print(facts, highlight=False)
     if run.history:
         console.print(_rows(run, width), highlight=False)
     assert isinstance(console.file, io.StringIO)
     lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
     return "\n".join(lines).rstrip()
+
+
+def _safe(text: str) -> str:
+    """A text of the run, without control characters and without rich's markup."""
+    return escape(printable(text))
 
 
 def _facts(run: StoredRun, *, verified: bool) -> list[tuple[str, str]]:
@@ -80,10 +86,10 @@ def _rows(run: StoredRun, width: int) -> Table:
         room -= max(map(len, [name, *cells])) + 3
         if room < 0 and len(table.columns):
             break
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(_safe(name), justify="right", no_wrap=True)
     shown = names[: len(table.columns)]
     for row in rows:
-        table.add_row(*(_cell(run, row, name) for name in shown))
+        table.add_row(*(_safe(_cell(run, row, name)) for name in shown))
     return table
 
 

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ..data import random_state
+from ..errors import printable
 from ..events import EpochEnd, Event, FitEnd, FitStart, Logged
+from ..state import vector_name
 
 if TYPE_CHECKING:
     from .live_bar import LiveBar, Place
 
 _SILENCE = 60.0  # seconds without output, after which a line is printed inside an epoch
 _WIDTH = 119  # of a plain line
-_ENTRY = re.compile(r"(?s).+\[\d+\]")  # an entry of a vector, whose mean is shown
 
 
 class ProgressBar:
@@ -59,7 +59,7 @@ class ProgressBar:
         is_over = trains and place.epoch == start.epochs
         text = self._epoch(place.epoch + (not is_over)) if trains else place.loader
         numbers = "  ".join(_numbers(self._values, self._rate, prefix="train_", room=room))
-        return Place(text, (start.batches or 0) if is_over else place.batch, trains, numbers)
+        return Place(printable(text), (start.batches or 0) if is_over else place.batch, trains, printable(numbers))
 
     def _begin(self, event: FitStart) -> None:
         self._start = event
@@ -97,6 +97,7 @@ class ProgressBar:
 
     def _print(self, line: str) -> None:
         self._printed = time.monotonic()
+        line = printable(line)
         if self._bar is not None:
             self._bar.write(line)
         else:
@@ -141,9 +142,9 @@ def _numbers(values: Mapping[str, Any], rate: float, *, prefix: str = "", room: 
     until all fit into ``room``, then the rest from the last."""
     rates = [name for name in values if name.startswith("lr/")] or [name for name in values if name == "lr"]
     losses = [name for name in ("train_loss", "val_loss") if name in values]
-    skipped = {*losses, *rates, "lr", "grad_norm", "scale"}
-    entries = {name for name in values if _ENTRY.fullmatch(name) and name.rpartition("[")[0] in values}
-    other = [name for name in values if name not in skipped and name not in entries]
+    placed = {*losses, *rates, "lr", "grad_norm", "scale"}
+    entries = {name for name in values if vector_name(name) in values}  # the mean of the vector is shown
+    other = [name for name in values if name not in placed and name not in entries]
     other += [name for name in ("grad_norm", "scale") if name in values]
     first, middle = (
         [f"{name.removeprefix(prefix)} {_shown(values[name])}" for name in names] for names in (losses, other)

@@ -20,7 +20,6 @@ it out."""
 _log = logging.getLogger("purestep")
 _KEPT = (FitStart, EpochEnd, FitEnd)
 """Events that are never dropped: their rows are in memory anyway, as the history."""
-_LINES = 64  # factor of the capacity for a sink that writes files: late is better than lost
 
 
 class Guarded:
@@ -35,7 +34,7 @@ class Guarded:
         self._foreground = bool(getattr(sink, "foreground", False))
         self.writes_files = bool(getattr(sink, "writes_files", False))
         self._patience = patience
-        self._capacity = capacity * (_LINES if self.writes_files else 1)
+        self._capacity = capacity
         self._delivered = 0
         self._queue: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -104,7 +103,7 @@ class Guarded:
             _log.warning(text, self.name, at, kind, error)
 
 
-def guarded(sink: Sink, *, capacity: int = 1024, patience: float = 5.0) -> Guarded:
+def guarded(sink: Sink, *, capacity: int = 1 << 16, patience: float = 5.0) -> Guarded:
     """Wrap a sink so that it cannot harm the run: its errors are counted and logged once per class, and it runs in its
     own thread.
 
@@ -114,7 +113,7 @@ def guarded(sink: Sink, *, capacity: int = 1024, patience: float = 5.0) -> Guard
     Args:
         sink: see `Sink`.
         capacity: events in the queue, >= 1. Further ones are dropped and counted, except for the start, the rows and
-            the end of a run. A sink that writes files has 64 times the capacity.
+            the end of a run.
         patience: seconds, > 0, that the end of a run waits for a busy sink; for one that writes files, for each event.
 
     Example:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 from ..events import EpochEnd, Event, FitEnd, FitStart
-from ..files import write_bytes
+from ..files import read_json, write_bytes
 from .output import OutputFile, finite
 
 Row: TypeAlias = dict[str, Any]
@@ -26,7 +26,7 @@ class History(OutputFile):
     def __call__(self, event: Event) -> None:
         if isinstance(event, FitStart):
             self._lines = _lines(event.history)
-            if not event.resumed or not _is_history(self.path):
+            if not event.resumed or not self.path.is_file() or stored_history(self.path) is None:
                 self.set_aside()
         elif isinstance(event, EpochEnd):
             self._lines.append(_line(event.record))
@@ -45,16 +45,27 @@ def _line(row: Mapping[str, Any]) -> str:
 
 
 def _lines(history: Mapping[str, list[Any]]) -> list[str]:
+    return [_line(row) for row in rows_of(history)]
+
+
+def rows_of(history: Mapping[str, list[Any]]) -> list[Row]:
+    """Return the rows of the columns of a history."""
     count = max(map(len, history.values()), default=0)
-    return [_line({key: values[at] for key, values in history.items() if at < len(values)}) for at in range(count)]
+    return [{name: column[at] for name, column in history.items() if at < len(column)} for at in range(count)]
 
 
-def _is_history(path: Path) -> bool:
+def stored_history(path: Path) -> list[Row] | None:
+    """Return the rows of a file of `history_json`; None if it is no list of rows.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(found, list) and all(isinstance(row, dict) for row in cast("list[Any]", found))
+        found = read_json(path)
+    except ValueError:
+        return None
+    is_history = isinstance(found, list) and all(isinstance(row, dict) for row in cast("list[Any]", found))
+    return cast("list[Row]", found) if is_history else None
 
 
 def history_json(path: Path | str) -> History:

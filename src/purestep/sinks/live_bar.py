@@ -89,6 +89,7 @@ class NotebookBar(LiveBar):
         self._text = ""  # of the output
         self._output: Any = display({"text/plain": ""}, raw=True, display_id=True)
         self._ended = threading.Event()
+        self._writing = threading.Lock()
 
     def start(self) -> None:
         """Start the thread that replaces the output."""
@@ -99,7 +100,7 @@ class NotebookBar(LiveBar):
             self._replace()
 
     def _replace(self) -> None:
-        with self._lock:
+        with self._writing:
             bar = "" if self._ended.is_set() else self._drawn()
             text = "\n".join([*self._lines, *filter(None, [bar])])
             if text != self._text:
@@ -113,7 +114,7 @@ class NotebookBar(LiveBar):
 
     def write(self, line: str) -> None:
         """Add a line; the next refresh shows it."""
-        with self._lock:
+        with self._writing:
             self._lines.append(line)
 
     def stop(self) -> None:

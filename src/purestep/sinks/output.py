@@ -18,13 +18,13 @@ class OutputFile:
         path: of a regular file, or of none yet.
 
     Raises:
-        WriteFailed: the path is a directory, a pipe, a socket or a device.
+        WriteFailed: the path is a directory, a link, a pipe, a socket or a device.
     """
 
     writes_files = True
 
     def __init__(self, path: Path) -> None:
-        kind = "a directory" if path.is_dir() else special_file(path)
+        kind = "a directory" if path.is_dir() else special_file(path) or ("a link" if path.is_symlink() else "")
         if kind:
             raise WriteFailed(
                 f"is {kind}, and a sink writes a regular file",

@@ -10,14 +10,17 @@ import csv as csv_format
 import io
 import json
 from abc import abstractmethod
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
 from ..events import EpochEnd, Event, FitStart, Logged
-from ..files import write_bytes
+from ..files import parsed_json, read_regular, regular, write_bytes
 from .json_history import Row
 from .output import OutputFile, finite
+
+_LARGEST = 1 << 27  # bytes of a file: a million rows
 
 
 class RowFile(OutputFile):
@@ -30,8 +33,8 @@ class RowFile(OutputFile):
     wants = (FitStart, Logged, EpochEnd)
 
     @abstractmethod
-    def _parse(self, text: str) -> list[Row]:
-        """Return the complete rows of a file."""
+    def _parse(self, text: str) -> Iterator[Row]:
+        """Yield the complete rows of a text."""
 
     @abstractmethod
     def _text(self, rows: list[Row]) -> str:
@@ -68,7 +71,7 @@ class RowFile(OutputFile):
             self._write([*self._read(), row])
             return
         data = line.encode()
-        with self.path.open("ab", buffering=0) as file:
+        with open(self.path, "ab", buffering=0, opener=regular) as file:
             size = file.tell()
             try:
                 if file.write(data) != len(data):
@@ -78,26 +81,15 @@ class RowFile(OutputFile):
                 raise
 
     def _read(self) -> list[Row]:
-        if not self.path.exists():
-            return []
-        rows = self._parse(self.path.read_text(encoding="utf-8", errors="replace"))
-        return [row for row in rows if isinstance(row.get("step"), int) and isinstance(row.get("kind"), str)]
+        return _rows(self.path, self._parse) if self.path.exists() else []
 
     def _write(self, rows: list[Row]) -> None:
         write_bytes(self.path, self._text(rows).encode())
 
 
 class _JsonLines(RowFile):
-    def _parse(self, text: str) -> list[Row]:
-        rows: list[Row] = []
-        for line in text.splitlines():
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue  # part of a row, from a killed run
-            if isinstance(row, dict):
-                rows.append(cast(Row, row))
-        return rows
+    def _parse(self, text: str) -> Iterator[Row]:
+        return _jsonl_rows(text)
 
     def _text(self, rows: list[Row]) -> str:
         return "".join(map(self._line, rows))
@@ -109,13 +101,8 @@ class _JsonLines(RowFile):
 class _Csv(RowFile):
     _columns: tuple[str, ...] = ()
 
-    def _parse(self, text: str) -> list[Row]:
-        rows: list[Row] = []
-        for row in csv_format.DictReader(io.StringIO(text)):
-            whole = None not in row and None not in row.values()
-            if whole and all(row.get(key, "").isdecimal() for key in ("step", "epoch")):
-                rows.append({**row, "step": int(row["step"]), "epoch": int(row["epoch"])})
-        return rows
+    def _parse(self, text: str) -> Iterator[Row]:
+        return _csv_rows(text)
 
     def _text(self, rows: list[Row]) -> str:
         self._columns = tuple(dict.fromkeys(["kind", "step", "epoch", *(key for row in rows for key in row)]))
@@ -126,6 +113,50 @@ class _Csv(RowFile):
 
     def _cells(self, row: Row) -> str:
         return _joined(["" if row.get(key) is None else row[key] for key in self._columns])
+
+
+def stored_rows(path: Path) -> list[Row] | None:
+    """Return the rows of a file of `csv` or `jsonl`, which may be written meanwhile; None for a file of another kind.
+
+    Raises:
+        OSError, ValueError: the file cannot be read.
+    """
+    parse = {".csv": _csv_rows, ".jsonl": _jsonl_rows}.get(path.suffix)
+    return None if parse is None else _rows(path, parse)
+
+
+def _rows(path: Path, parse: Callable[[str], Iterator[Row]]) -> list[Row]:
+    text = read_regular(path, _LARGEST).decode(errors="replace")
+    try:
+        return [row for row in parse(text) if type(row.get("step")) is int and isinstance(row.get("kind"), str)]
+    except csv_format.Error as error:
+        raise ValueError(f"no CSV: {error}") from error
+
+
+def _jsonl_rows(text: str) -> Iterator[Row]:
+    for line in io.StringIO(text):
+        try:
+            row = parsed_json(line)
+        except ValueError:
+            continue  # part of a row: it is being written, or the run was killed
+        if isinstance(row, dict):
+            yield cast(Row, row)
+
+
+def _csv_rows(text: str) -> Iterator[Row]:
+    for row in csv_format.DictReader(io.StringIO(text)):
+        if None not in row and None not in row.values():  # else it is part of a row
+            yield {name: _value(cell) for name, cell in row.items()}
+
+
+def _value(cell: str) -> Any:
+    """The value of a cell: a number if it is one, None if it is empty."""
+    for kind in (int, float):
+        try:
+            return kind(cell)
+        except ValueError:
+            continue
+    return cell or None
 
 
 def _joined(cells: list[Any]) -> str:

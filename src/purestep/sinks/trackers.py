@@ -1,12 +1,17 @@
 """Loggers of other projects, each through its own client library: Weights & Biases and MLflow.
 
 Both get the same values: ``train/loss``, ``train/lr``, ... from log lines, ``epoch/val_loss``, ... from rows of the
-history, over optimizer updates. A run that resumes goes on in the logger's run: its id is in the run's directory.
+history, over optimizer updates. A run that resumes goes on in the logger's run, whose id is in the run's directory, if
+the logger has it in the same project, of the same user.
 """
 
 from __future__ import annotations
 
+import getpass
 import importlib
+import logging
+import os
+import re
 import time
 import uuid
 from collections.abc import Mapping
@@ -15,7 +20,11 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..events import EpochEnd, Event, FitEnd, FitStart, Histograms, Logged
-from ..files import write_bytes
+from ..files import read_regular, write_bytes
+
+_log = logging.getLogger("purestep")
+_ID = re.compile("[A-Za-z0-9_-]{1,64}")
+_USER = "mlflow.user"  # MLflow's tag, which its client does not set
 
 
 def points(event: Logged | EpochEnd) -> dict[str, float]:
@@ -48,7 +57,7 @@ class Tracker:
         if isinstance(event, FitStart):
             path = None if event.directory is None else event.directory / self.file
             if not self._is_fixed:
-                self.run_id = _stored(path) if event.resumed else None
+                self.run_id = self._found(path) if event.resumed and path is not None else None
             self.run_id = self._open(event, self.run_id)
             if path is not None:
                 write_bytes(path, f"{self.run_id}\n".encode())
@@ -60,6 +69,25 @@ class Tracker:
             self._plot(event)
         elif isinstance(event, FitEnd):
             self._end(event)
+
+    def _found(self, path: Path) -> str | None:
+        """The id in the directory, which others may have written: of a run of the same project and user, or None."""
+        try:
+            run_id = read_regular(path, 1 << 10).decode().strip()
+            if not _ID.fullmatch(run_id):
+                raise ValueError("not an id")
+            if not self._is_own(run_id):
+                raise ValueError(f"run {run_id} belongs to another project or user")
+        except FileNotFoundError:
+            return None
+        except Exception as error:  # of the logger's client too
+            _log.warning("%s: %s; begins a new run (cure: to go on with that one, pass its id)", path, error)
+            return None
+        return run_id
+
+    def _is_own(self, run_id: str) -> bool:
+        """True if the logger has this run in the project of this sink, begun by this user."""
+        raise NotImplementedError
 
     def _open(self, event: FitStart, run_id: str | None) -> str:
         """Begin a run of the logger, or go on with the one of this id; return its id."""
@@ -80,11 +108,11 @@ class Tracker:
         raise NotImplementedError
 
 
-def _stored(path: Path | None) -> str | None:
+def _user() -> str:
     try:
-        return None if path is None else path.read_text(encoding="utf-8").strip() or None
-    except OSError:
-        return None
+        return getpass.getuser()
+    except (KeyError, ModuleNotFoundError, OSError):  # a number without a name, in a container
+        return f"uid_{os.getuid()}"
 
 
 def _limits(event: FitStart) -> dict[str, Any]:
@@ -107,6 +135,14 @@ class Wandb(Tracker):
         self._settings = settings
         self._run: Any = None
         self._known: dict[str, int] = {}  # group -> last update stored before this run
+
+    def _is_own(self, run_id: str) -> bool:
+        if (self._settings.get("mode") or os.environ.get("WANDB_MODE", "online")) != "online":
+            local = Path(self._settings.get("dir") or os.environ.get("WANDB_DIR") or ".", "wandb")
+            return any(found.lstat().st_uid == os.getuid() for found in local.glob(f"*run-*-{run_id}"))
+        api = self._client.Api()
+        place = [self._settings.get("entity"), self._settings.get("project"), run_id]
+        return api.run("/".join(filter(None, place))).user.username == api.viewer.username
 
     def _open(self, event: FitStart, run_id: str | None) -> str:
         self._finish(0)
@@ -162,10 +198,16 @@ class MLflow(Tracker):
         self._settings = settings
         self._known: dict[str, int] | None = None  # name -> last update stored before a resume
 
+    def _is_own(self, run_id: str) -> bool:
+        run = self._client.get_run(run_id)
+        user = run.data.tags.get(_USER) or run.info.user_id
+        return (str(run.info.experiment_id), user) == (self._experiment(), _user())
+
     def _open(self, event: FitStart, run_id: str | None) -> str:
         self._known = None if run_id is None else {}
         if run_id is None:
             run_id = str(self._client.create_run(self._experiment(), run_name=self._settings["name"]).info.run_id)
+            self._client.set_tag(run_id, _USER, _user())
             params = {**_limits(event), **self._settings["params"]}
             entries = [self._entities.Param(str(name), str(value)) for name, value in params.items()]
             for start in range(0, len(entries), 100):  # the most that a server takes

@@ -11,6 +11,7 @@ import math
 import operator
 import os
 import shutil
+import tempfile
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -160,7 +161,7 @@ def names_aside(root: Path, ending: str) -> list[str]:
     return sorted(name for name in os.listdir(root) if is_step(name.split(".")[0]) and name.split(".")[1:2] == [ending])
 
 
-def skip_damaged(root: Path, damaged: Mapping[int, Corrupt], used: int, *, rename: bool) -> None:
+def pass_over(root: Path, damaged: Mapping[int, Corrupt], used: int, *, rename: bool) -> None:
     """Warn that newer steps are damaged; with ``rename``, rename them to ``<step>.corrupt``."""
     lines = [f"  {step}: {error}" for step, error in damaged.items()]
     if rename:
@@ -225,9 +226,7 @@ def probe(root: Path) -> None:
     Raises:
         WriteFailed: the directory cannot be written to.
     """
-    folder = root / f".tmp-probe-{os.getpid()}"
     try:
-        folder.mkdir(exist_ok=True)
-        folder.rmdir()
+        os.rmdir(tempfile.mkdtemp(prefix=".tmp-probe-", dir=root))
     except OSError as error:
         raise write_failed(root, error) from error

@@ -5,6 +5,7 @@ A value that is missing is NaN in the array, and None in a column.
 
 from __future__ import annotations
 
+import io
 import json
 import zlib
 from collections.abc import Mapping
@@ -14,8 +15,10 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from ..errors import Corrupt, SnapshotError
+from ..files import LIMIT, read_regular
 
 NAME = "history.npy"
+_LARGEST = 1 << 28  # bytes of the array: 33 million numbers
 
 Columns = dict[str, Literal["int", "float"]]
 
@@ -54,8 +57,13 @@ def read(folder: Path, columns: Columns) -> dict[str, list[Any]]:
     """
     path = folder / NAME
     try:
-        values = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, MemoryError, EOFError) as error:
+        data = read_regular(path, _LARGEST)
+        file = io.BytesIO(data)
+        if np.lib.format.read_magic(file) != (1, 0):
+            raise ValueError("not an array of this format")
+        shape, is_transposed, dtype = np.lib.format.read_array_header_1_0(file)
+        values = np.frombuffer(data, dtype, offset=file.tell()).reshape(shape, order="F" if is_transposed else "C")
+    except (OSError, ValueError, MemoryError, EOFError, RecursionError) as error:
         raise Corrupt(f"cannot be read: {error}"[:300], where=str(path)) from error
     if values.dtype != np.float64 or values.ndim != 2 or values.shape[1] != len(columns):
         raise Corrupt(f"{values.dtype} {list(values.shape)} for {len(columns)} columns", where=str(path))
@@ -79,13 +87,14 @@ def of_old_format(root: Path, loop: Any, earlier: Mapping[str, Any]) -> dict[str
     if not isinstance(last, dict):
         return None
     found = cast("dict[str, list[Any]]", last)
+    if not all(type(column) is list for column in found.values()):
+        raise Corrupt("the columns of the history are no lists", where=str(root))
     entry = earlier.get("loop/record/history")
     if entry is None:
         return found
     try:
         path = root / f"rows-{int(entry['file'].removeprefix('rows-').removesuffix('.jsonl'))}.jsonl"
-        with path.open("rb") as file:
-            data = file.read(int(entry["size"]))
+        data = read_regular(path, LIMIT)[: int(entry["size"])]
         if zlib.crc32(data) != entry["crc32"]:
             raise ValueError(f"{path.name} is not what was written (its checksum differs)")
         rows = [json.loads(line) for line in data.splitlines()]

@@ -23,15 +23,15 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, cast
 
 import numpy as np
 from pydantic import BaseModel, Field, ValidationError, model_validator
-from torch import Tensor
 
 from ..errors import Corrupt, Mismatch, SnapshotError
+from ..files import LIMIT, parsed_json, read_regular, regular
 from ..state import nearest
 from . import history as history_
 from . import staging
@@ -42,7 +42,7 @@ DIGEST_NAME = "manifest.sha256"
 _DEEP = 100  # levels of JSON
 # errors of the process, not of the file
 _OWN_ERRORS = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM)
-_LIMIT = 1 << 28  # bytes; a million leaves need less
+_SMALL = 1 << 10  # bytes of a leaf, which orbax may store compressed, in a node of its index
 _BLOCK = 1 << 22  # bytes of a file to read at a time
 
 Count = Annotated[int, Field(strict=True, ge=0)]
@@ -84,6 +84,10 @@ class Leaf(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of the values of a tensor."""
         return staging.DTYPES[self.dtype].itemsize * math.prod(self.shape)
+
+    def stored_shape(self, piece: Piece) -> tuple[int, ...]:
+        """The shape of the array that contains a piece."""
+        return (piece.end - piece.first, *self.shape[1:]) if self.pieces else self.shape
 
     @property
     def rows(self) -> int:
@@ -146,23 +150,14 @@ class Manifest(BaseModel, frozen=True):
 # --- leaves -------------------------------------------------------------------------------------------------------
 
 
-def describe(leaves: Iterable[tuple[str, Any]]) -> dict[str, Leaf]:
-    """A `Leaf` for each leaf of a tree.
-
-    Raises:
-        StateError: a leaf cannot be stored.
-        SnapshotError: two leaves have one path.
-    """
-    found: dict[str, Leaf] = {}
-    for path, leaf in leaves:
-        staging.check(path, leaf)
-        if path in found:
-            raise SnapshotError("two leaves have this path", where=path, hint="use keys without '/', all of one type")
-        if isinstance(leaf, Tensor):
-            found[path] = Leaf(staging.NAMES[leaf.dtype], tuple(leaf.shape))
-        else:
-            found[path] = Leaf(f"python.{type(leaf).__name__}", (), value=leaf)
-    return found
+def describe(kinds: Mapping[str, staging.Kind]) -> dict[str, Leaf]:
+    """A `Leaf` for each leaf of a tree."""
+    return {
+        path: Leaf(staging.NAMES[kind[0]], tuple(kind[1]))
+        if isinstance(kind, tuple)
+        else Leaf(f"python.{type(kind).__name__}", (), value=kind)
+        for path, kind in kinds.items()
+    }
 
 
 _WHOLE = 'pass a template like the saved state; for its weights alone, call restore(template, only="params")'
@@ -283,8 +278,11 @@ def write(folder: Path, manifest: Manifest) -> None:
     }
     del record["earlier"]
     data = (json.dumps(record, indent=1) + "\n").encode()
-    (folder / NAME).write_bytes(data)
-    (folder / DIGEST_NAME).write_bytes(f"{hashlib.sha256(data).hexdigest()}  {NAME}\n".encode())
+    if len(data) > LIMIT:
+        raise ValueError(f"the manifest would have {len(data):,} bytes, more than the {LIMIT:,} that are read")
+    for name, text in ((NAME, data), (DIGEST_NAME, f"{hashlib.sha256(data).hexdigest()}  {NAME}\n".encode())):
+        with open(folder / name, "xb", opener=regular) as file:
+            file.write(text)
 
 
 def _leaf_record(leaf: Leaf) -> dict[str, Any]:
@@ -311,7 +309,7 @@ def inventory(folder: Path, *, below: str = "") -> dict[str, File]:
 
 def _crc32(path: Path) -> int:
     found = 0
-    with path.open("rb") as file:
+    with open(path, "rb", opener=regular) as file:
         while block := file.read(_BLOCK):
             found = zlib.crc32(block, found)
     return found
@@ -361,20 +359,27 @@ def read(folder: Path) -> Manifest:
         raise Corrupt(f"not a manifest: {place}: {first['msg']}"[:500], where=str(folder / NAME)) from error
     if str(manifest.step) != folder.name and not folder.name.startswith((".", f"{manifest.step}.")):
         raise Corrupt(f"the manifest is of step {manifest.step}, not of {folder.name}", where=str(folder))
-    _check_sizes(folder, manifest.files)
+    _check_sizes(folder, manifest)
     return manifest
 
 
-def _check_sizes(folder: Path, files: Mapping[str, File]) -> None:
-    """Check the files before orbax reads them: its errors for missing files are long or late."""
+def _check_sizes(folder: Path, manifest: Manifest) -> None:
+    """Check the files before orbax reads them: its errors for missing files are long or late. A manifest claims no more
+    than there is: values are not compressed."""
     try:
         present = _sizes(folder)
+        count = sum(entry.name.startswith("part-") for entry in os.scandir(folder))
     except (OSError, MemoryError) as error:
         raise unreadable(folder, error) from error
-    for name, file in files.items():
+    for name, file in manifest.files.items():
         if present.get(name) != file.size:
             found = f"{present[name]:,} bytes" if name in present else "missing"
             raise Corrupt(f"{found} where {file.size:,} bytes were written", where=str(folder / name))
+    claimed = sum(leaf.nbytes for leaf in manifest.leaves.values() if leaf.is_stored and leaf.nbytes > _SMALL)
+    if claimed > (size := sum(present.values())):
+        raise Corrupt(f"{claimed:,} bytes of values in files of {size:,} bytes", where=str(folder / NAME))
+    if manifest.parts > max(count, 1):
+        raise Corrupt(f"{manifest.parts:,} parts in {count} folders", where=str(folder / NAME))
 
 
 def check_files(folder: Path, manifest: Manifest, part: int) -> None:
@@ -426,16 +431,13 @@ def unreadable(where: Path, error: Exception) -> SnapshotError:
 
 def _parse(path: Path, digest_path: Path) -> dict[str, Any]:
     try:
-        for file in (path, digest_path):
-            if file.is_symlink() or file.stat().st_size > _LIMIT:
-                raise Corrupt("is a link, or too large for a manifest", where=str(file))
-        data = path.read_bytes()
-        if digest_path.read_bytes().split()[:1] != [hashlib.sha256(data).hexdigest().encode()]:
+        data, digest = (read_regular(file, LIMIT) for file in (path, digest_path))
+        if digest.split()[:1] != [hashlib.sha256(data).hexdigest().encode()]:
             raise Corrupt(f"does not have the digest in {digest_path.name}", where=str(path))
-        record = json.loads(data)
+        record = parsed_json(data)
     except FileNotFoundError as error:
         raise Corrupt("missing: the snapshot is incomplete", where=str(error.filename)) from None
-    except (OSError, ValueError, RecursionError, MemoryError) as error:
+    except (OSError, ValueError, MemoryError) as error:
         if isinstance(error, Corrupt):
             raise
         raise unreadable(path, error) from error
@@ -452,9 +454,11 @@ def check_values(path: str, leaf: Leaf, piece: Piece, values: np.ndarray[Any, An
     """
     if values is None:
         raise Corrupt(f"the values of {path} are missing", where=where)
-    shape = (piece.end - piece.first, *leaf.shape[1:]) if leaf.pieces else leaf.shape
+    shape = leaf.stored_shape(piece)
     if values.dtype != staging.carrier(leaf.dtype) or values.shape != shape:
         found = f"{values.dtype} {list(values.shape)}"
         raise Corrupt(f"{path} is {found} where {leaf.dtype} {list(shape)} was written", where=where)
+    if leaf.dtype == "bool" and values.view(np.uint8).max(initial=0) > 1:
+        raise Corrupt(f"{path} has other bytes than those of True and False", where=where)
     if piece.crc32 is not None and zlib.crc32(np.ascontiguousarray(values).tobytes()) != piece.crc32:
         raise Corrupt(f"the values of {path} are not the saved ones (their checksum differs)", where=where)

@@ -12,12 +12,13 @@ which would draw while a dataset draws.
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 import os
 import re
 import sys
 import warnings
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from ..data import random_state
+from ..files import read_json
 
 Array = np.ndarray[Any, Any]
 
@@ -130,17 +132,59 @@ def write(folder: Path, arrays: Mapping[str, tuple[str, Array]], *, platforms: s
         orbax.save(folder, state, checkpointable_name=_ITEM)
 
 
-def read(folder: Path, wanted: Mapping[str, str], *, platforms: str | None) -> dict[str, Array]:
+def read(folder: Path, wanted: Mapping[str, tuple[str, tuple[int, ...]]], *, platforms: str | None) -> dict[str, Array]:
     """Read some of the arrays as carrier arrays that share no memory.
 
     Args:
-        wanted: path -> dtype name of the arrays to read.
+        wanted: path -> dtype name and shape of the arrays to read.
+
+    Raises:
+        ValueError: the arrays' own metadata claim other shapes.
     """
     orbax = _orbax(platforms)
     with _quiet(), _context(orbax):
-        placeholders = {key(path): np.empty(0, _stored_type(dtype)) for path, dtype in wanted.items()}
+        check_shapes(folder, {path: shape for path, (_, shape) in wanted.items()})
+        placeholders = {key(path): np.empty(0, _stored_type(dtype)) for path, (dtype, _) in wanted.items()}
         found = orbax.load(folder, placeholders, checkpointable_name=_ITEM)
     return {path: _carried(found[key(path)]) for path in wanted}
+
+
+def check_shapes(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Compare the shapes in the arrays' own metadata before orbax allocates: a few bytes can claim terabytes.
+
+    Args:
+        folder: of the arrays.
+        shapes: by path.
+
+    Raises:
+        ValueError: a shape differs, or the arrays are stored in another way than `write` stores them.
+    """
+    import tensorstore  # orbax's own
+
+    layout = read_json(folder / _ITEM / "_METADATA")
+    if not (layout["use_ocdbt"] and layout["use_zarr3"]):
+        raise ValueError("not stored as purestep stores arrays")
+    base = {"driver": "file", "path": f"{folder / _ITEM}/"}
+    store: Any = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
+    found = {path: store.read(f"{key(path)}/zarr.json") for path in shapes}
+    for path, shape in shapes.items():
+        claims = list(_claims(json.loads(found[path].result().value or "{}")))
+        if not claims or any(claim != list(shape) for claim in claims):
+            raise ValueError(f"the metadata of {path} claim {claims} where {list(shape)} was written")
+
+
+_PLAIN = ("regular", "default", "sharding_indexed", "bytes", "crc32c")
+"""Chunk grid, chunk names and codecs of arrays that are not compressed."""
+
+
+def _claims(node: Any) -> Iterator[Any]:
+    """Every shape in the metadata of an array, those of its chunks too, and each codec that may expand."""
+    items: Any = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for name, value in items:
+        if name in ("shape", "chunk_shape") or (name == "name" and value not in _PLAIN):
+            yield value
+        else:
+            yield from _claims(value)
 
 
 def _carried(values: Array) -> Array:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,16 +21,17 @@ from torch import Tensor
 
 from .. import tree
 from ..errors import RankError, WriteFailed
-from ..files import read_json
+from ..files import read_json, regular
 from ..parallel import collectives, placement
 from ..parallel import mesh as meshes
 from ..types import TrainState, Tree
 from .manifest import Leaf, Piece, describe
+from .staging import Kind
 
 _SHORTEST, _LONGEST = 0.002, 0.05  # seconds between two looks at a report
 
 
-class Rows(NamedTuple):
+class HeldRows(NamedTuple):
     """The rows of a leaf that this process holds: ``[first, end)`` of the first dimension of the whole tensor.
 
     A scalar counts as one row. The piece at rest may have more rows, which are padding, and fewer columns.
@@ -46,7 +47,7 @@ class Rows(NamedTuple):
 class Spread(NamedTuple):
     """How the processes of a mesh hold a tree, and which of its leaves this process writes."""
 
-    cuts: Mapping[str, Rows]  # path -> the rows of this process
+    cuts: Mapping[str, HeldRows]  # path -> the rows of this process
     sums: tuple[str, ...]  # paths of leaves whose sum over the processes is stored
     parts: int  # that are written; a single one as one process writes a snapshot. Process n writes part n
     part: int | None  # that this process writes; None: no part
@@ -60,25 +61,25 @@ def spread(state: Tree) -> Spread:
         RankError: the state is in pieces, and no mesh of as many processes is open.
     """
     mesh = meshes.here()
-    cuts: dict[str, Rows] = {}
+    cuts: dict[str, HeldRows] = {}
     sums: list[str] = []
-    for prefix, layout in _layouts(state):
-        if layout.paths and (layout.width, layout.tensor) != (mesh.shard, mesh.tensor):
+    for prefix, sharding in _shardings(state):
+        if sharding.paths and (sharding.width, sharding.tensor) != (mesh.shard, mesh.tensor):
             raise RankError(
-                f"the state is one of {layout.width * layout.tensor} pieces, and the open mesh has shard={mesh.shard}, "
-                f"tensor={mesh.tensor}",
+                f"the state is one of {sharding.width * sharding.tensor} pieces, and the open mesh has "
+                f"shard={mesh.shard}, tensor={mesh.tensor}",
                 where=prefix.rstrip("/") or "state",
                 hint="save and restore inside `with ps.parallel.start(...)`, with the mesh of ps.distribute",
             )
-        rows = {leaf.name: _rows(leaf, layout, mesh) for leaf in layout.leaves if not leaf.is_whole}
-        cuts |= {prefix + path: rows[name] for path, name in layout.paths}
-        sums += [prefix + path for path in layout.summands]
+        rows = {leaf.name: _rows(leaf, sharding, mesh) for leaf in sharding.leaves if not leaf.is_whole}
+        cuts |= {prefix + path: rows[name] for path, name in sharding.paths}
+        sums += [prefix + path for path in sharding.summands]
     count = mesh.shard * mesh.tensor if cuts else 1
     return Spread(cuts, tuple(sums), count, mesh.rank if mesh.rank < count else None, mesh.batch_rank == 0)
 
 
-def _rows(leaf: placement.Leaf, layout: placement.Layout, mesh: meshes.Mesh) -> Rows:
-    count, width = layout.tensor, layout.width
+def _rows(leaf: placement.Leaf, sharding: placement.Sharding, mesh: meshes.Mesh) -> HeldRows:
+    count, width = sharding.tensor, sharding.width
     at = mesh.coordinate("tensor")
     pieces: list[Piece] = []
     for part in range(width * count):
@@ -91,14 +92,14 @@ def _rows(leaf: placement.Leaf, layout: placement.Layout, mesh: meshes.Mesh) -> 
         size = leaf.shape[leaf.tensor] // count
         columns = leaf.tensor, at * size, (at + 1) * size
     first, end = leaf.held(mesh.coordinate("shard"), width, at, count)
-    return Rows(leaf.shape, first, end, columns, tuple(sorted(pieces, key=lambda piece: piece.first)))
+    return HeldRows(leaf.shape, first, end, columns, tuple(sorted(pieces, key=lambda piece: piece.first)))
 
 
-def _layouts(state: Tree) -> list[tuple[str, placement.Layout]]:
+def _shardings(state: Tree) -> list[tuple[str, placement.Sharding]]:
     if not any(map(_is_in_pieces, tree.flatten(state, is_leaf=_is_state)[0])):
         return []  # the paths of a thousand leaves take 20 ms
     found = tree.with_paths(state, is_leaf=_is_state)
-    return [(f"{path}/" if path else "", node.placement.layout) for path, node in found if _is_in_pieces(node)]
+    return [(f"{path}/" if path else "", node.placement.sharding) for path, node in found if _is_in_pieces(node)]
 
 
 def _is_state(node: Any) -> bool:
@@ -109,13 +110,9 @@ def _is_in_pieces(node: Any) -> bool:
     return _is_state(node) and isinstance(node.placement, placement.Placement)
 
 
-def described(leaves: Iterable[tuple[str, Any]], spread: Spread) -> dict[str, Leaf]:
-    """`manifest.describe`, with the shapes and pieces of whole tensors.
-
-    Raises:
-        StateError: a leaf cannot be stored.
-    """
-    records = describe(leaves)
+def described(kinds: Mapping[str, Kind], spread: Spread) -> dict[str, Leaf]:
+    """`manifest.describe`, with the shapes and pieces of whole tensors."""
+    records = describe(kinds)
     for path, rows in spread.cuts.items():
         whole = records[path]._replace(shape=rows.shape)
         is_cut = whole.is_stored and spread.parts > 1
@@ -124,7 +121,7 @@ def described(leaves: Iterable[tuple[str, Any]], spread: Spread) -> dict[str, Le
 
 
 @torch.no_grad()
-def to_store(leaves: dict[str, Any], spread: Spread) -> dict[str, Any]:
+def completed(leaves: dict[str, Any], spread: Spread) -> dict[str, Any]:
     """The leaves by path, with sums over the processes and all columns of the rows: a collective if there are any. The
     columns of one leaf after another are gathered, and stay on the host."""
     if spread.sums:
@@ -141,15 +138,16 @@ def to_store(leaves: dict[str, Any], spread: Spread) -> dict[str, Any]:
 
 def own(leaves: Mapping[str, Any], spread: Spread) -> dict[str, Tensor]:
     """The tensors by path whose values this process stores, as views without padding."""
-    found: dict[str, Tensor] = {}
-    for path, leaf in leaves.items():
-        rows = spread.cuts.get(path)
-        if isinstance(leaf, Tensor) and leaf.numel() and _writes(rows, spread):
-            found[path] = leaf if rows is None else leaf.narrow(0, 0, rows.end - rows.first)
+    found = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, Tensor) and leaf.numel()}
+    if spread.cuts or spread.part != 0:
+        found = {path: leaf for path, leaf in found.items() if _writes(spread.cuts.get(path), spread)}
+    for path in spread.cuts.keys() & found.keys():
+        rows = spread.cuts[path]
+        found[path] = found[path].narrow(0, 0, rows.end - rows.first)
     return found
 
 
-def _writes(rows: Rows | None, spread: Spread) -> bool:
+def _writes(rows: HeldRows | None, spread: Spread) -> bool:
     """True if this process stores these rows."""
     if rows is None or not rows.pieces or spread.parts == 1:
         return spread.part == 0
@@ -164,7 +162,7 @@ def folder(root: Path, parts: int, part: int) -> Path:
 # --- reports ----------------------------------------------------------------------------------------------------------
 
 
-class Report:
+class PartReport:
     """The report of a thread to threads of other processes, as a file: pending, then done or failed.
 
     Args:
@@ -177,13 +175,13 @@ class Report:
     def open(self) -> None:
         """Create the pending report. Every process may wait for it afterwards."""
         self.remove()
-        self._pending.touch()
+        open(self._pending, "xb", opener=regular).close()
 
     def done(self, value: Any = None) -> None:
         """Report a JSON value. None deletes the report, which means success too."""
         if value is None:
             return self._pending.unlink()
-        with open(self._pending, "w", encoding="utf-8") as file:
+        with open(self._pending, "w", encoding="utf-8", opener=regular) as file:
             json.dump(value, file)
             file.flush()
             os.fsync(file.fileno())
@@ -191,9 +189,8 @@ class Report:
 
     def fail(self, error: WriteFailed) -> None:
         """Report an error. On a full disk its text is lost."""
-        with suppress(OSError):
-            text = json.dumps([error.what, error.where, error.hint, error.errno])
-            self._pending.write_text(text, encoding="utf-8")
+        with suppress(OSError), open(self._pending, "w", encoding="utf-8", opener=regular) as file:
+            json.dump([error.what, error.where, error.hint, error.errno], file)
         with suppress(OSError):
             os.rename(self._pending, self._failed)
 

@@ -17,7 +17,7 @@ from . import manifest as manifests
 from . import orbax_io, partial_restore, parts, staging
 from .manifest import Manifest, Piece
 from .orbax_io import Array
-from .parts import Rows, Spread
+from .parts import HeldRows, Spread
 from .versions import environment
 
 _log = logging.getLogger("purestep")
@@ -62,7 +62,7 @@ def read(
     manifest = manifests.read(folder)
     leaves = tree.with_paths(template)
     spread = parts.spread(template)
-    described = parts.described(leaves, spread)
+    described = parts.described(staging.kinds(leaves), spread)
     moved = _views(template, prefixes, manifest)
     rest = None if prefixes is None else {prefix for prefix in prefixes if prefix not in moved}
     chosen, stored = set[str](), set[str]()
@@ -140,7 +140,8 @@ def load(
     """
     stored = manifest.stored(part)
     place = parts.folder(folder, manifest.parts, part)
-    wanted = {path: manifest.leaves[path].dtype for path in paths}
+    shapes = {path: manifest.leaves[path].stored_shape(stored[path]) for path in paths}
+    wanted = {path: (manifest.leaves[path].dtype, shape) for path, shape in shapes.items()}
     try:
         values = orbax_io.read(place, wanted, platforms=platforms) if wanted else {}
     except Exception as error:
@@ -150,10 +151,25 @@ def load(
     return values
 
 
+def check_shapes(folder: Path, manifest: Manifest, part: int) -> None:
+    """Compare the shapes in the metadata of the arrays of one part, whose files were checked, with the manifest's.
+
+    Raises:
+        Corrupt: they differ.
+    """
+    place = parts.folder(folder, manifest.parts, part)
+    shapes = {path: manifest.leaves[path].stored_shape(piece) for path, piece in manifest.stored(part).items()}
+    try:
+        if shapes:
+            orbax_io.check_shapes(place, shapes)
+    except Exception as error:
+        raise manifests.unreadable(place, error) from error
+
+
 class _Held(NamedTuple):
     """The rows of a leaf that the template has, and the shape of its tensor, which may be padded."""
 
-    rows: Rows
+    rows: HeldRows
     shape: tuple[int, ...]
 
     def empty(self, dtype: Any) -> Array:
@@ -174,7 +190,7 @@ def _pieces(leaves: list[tuple[str, Any]], spread: Spread) -> dict[str, _Held]:
     found = {path: _Held(spread.cuts[path], tuple(leaf.shape)) for path, leaf in leaves if path in spread.cuts}
     if not spread.holds_sums:
         sums = set(spread.sums)
-        found |= {path: _Held(Rows(tuple(x.shape), 0, 0), tuple(x.shape)) for path, x in leaves if path in sums}
+        found |= {path: _Held(HeldRows(tuple(x.shape), 0, 0), tuple(x.shape)) for path, x in leaves if path in sums}
     return found
 
 
@@ -195,7 +211,7 @@ def _arrays(
     for path, source in sources.items():
         leaf = manifest.leaves[source]
         if leaf.is_stored and (leaf.pieces or path in pieces):
-            held[path] = pieces.get(path) or _Held(Rows(leaf.shape, 0, leaf.rows), leaf.shape)
+            held[path] = pieces.get(path) or _Held(HeldRows(leaf.shape, 0, leaf.rows), leaf.shape)
             found[path] = held[path].empty(staging.carrier(leaf.dtype))
     for part in range(manifest.parts):
         stored = manifest.stored(part)
@@ -221,6 +237,6 @@ def _arrays(
     return found | {path: one.own(found[path]) for path, one in held.items()}
 
 
-def _common(rows: Rows, piece: Piece) -> tuple[int, int]:
+def _common(rows: HeldRows, piece: Piece) -> tuple[int, int]:
     """The first row that both have, and the end, which is not larger if they have none in common."""
     return max(rows.first, piece.first), min(rows.end, piece.end)

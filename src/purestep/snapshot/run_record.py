@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 from collections.abc import Mapping
 from datetime import datetime
@@ -58,7 +59,8 @@ class RunRecord:
 
     def _write(self, info: RunInfo) -> None:
         self._info = info
-        write_bytes(self._path, (json.dumps(info._asdict(), indent=1, default=str) + "\n").encode())
+        text = _without_secrets(json.dumps(info._asdict(), indent=1, default=str))
+        write_bytes(self._path, f"{text}\n".encode())
 
 
 def read_run_info(directory: Path) -> RunInfo | None:
@@ -72,12 +74,24 @@ def read_run_info(directory: Path) -> RunInfo | None:
         found = read_json(directory / NAME)
         info = RunInfo(**{name: found[name] for name in RunInfo._fields})
         for time in (info.started, info.ended):
-            _ = time is None or datetime.fromisoformat(time)
+            _ = time is None or datetime.fromisoformat(time).astimezone()
         if not isinstance(cast("Any", info.settings), Mapping):
             return None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None
     return info
+
+
+_SECRET = re.compile("TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|AUTH", re.IGNORECASE)
+"""In the name of an environment variable whose value is not for others."""
+
+
+def _without_secrets(text: str) -> str:
+    """Replace the values of secret environment variables, which an error's message may repeat, by their names."""
+    for name, value in os.environ.items():
+        if _SECRET.search(name) and len(value) >= 8:
+            text = text.replace(json.dumps(value)[1:-1], f"${name}")
+    return text
 
 
 def _now() -> str:

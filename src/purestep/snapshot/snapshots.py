@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
+import secrets
 import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping
@@ -16,14 +16,14 @@ from ..errors import ConfigError, Corrupt, Locked, NotFound, RankError, Snapshot
 from ..files import DirectoryLock, directory_path, failpoint, is_locked
 from ..parallel import mesh as meshes
 from ..parallel import processes
-from ..state import check_choice
+from ..state import check_choice, check_count
 from ..types import Tree
-from . import directory, orbax_io, parts, reader, save_policy, staging, writer
+from . import directory, intervals, orbax_io, parts, reader, staging, writer
 from . import history as history_
 from . import manifest as manifests
-from . import writer as writer_
 from .reader import Snapshot
 from .versions import environment
+from .writer import Background
 
 _log = logging.getLogger("purestep")
 
@@ -43,8 +43,9 @@ class _Call(NamedTuple):
 class _Plan(NamedTuple):
     """A save that was checked and has not begun."""
 
-    manifest: manifests.Manifest
+    manifest: manifests.Manifest  # without leaves
     leaves: dict[str, Any]  # by path
+    kinds: dict[str, staging.Kind]
     spread: parts.Spread
 
 
@@ -112,7 +113,10 @@ class Snapshots:
         on_save_error: str = "raise",
         jax_platforms: str | None = "cpu",
     ) -> None:
-        save_policy.check_policy(keep, keep_best, on_save_error)
+        if keep is not None:
+            check_count("Snapshots", least=1, cure="keep=1, or keep=None for all", keep=keep)
+        check_count("Snapshots", least=0, cure="keep_best=0 for none", keep_best=keep_best)
+        check_choice("Snapshots", ("raise", "continue"), on_save_error=on_save_error)
         self.directory = directory_path("Snapshots", directory).absolute()
         _check_name(self.directory, writer=writer)
         self.keep = keep
@@ -121,22 +125,21 @@ class Snapshots:
         self.waits = 0  # saves that waited for the previous one; more than a few: the interval is too short
         self.failed = 0  # saves, with on_save_error="continue"
         self._continues = on_save_error == "continue"
-        self._every = save_policy.every(every_steps, every_epochs, every_seconds)
+        self._every = intervals.checked(every_steps, every_epochs, every_seconds)
         self._monitor: tuple[str, str] | None = None
         self._is_writer = writer
         self._platforms = jax_platforms
         self._lock = DirectoryLock(self.directory)
-        self._background = writer_.Background()
+        self._background = Background()
         self._paths = tree.Paths()
         self._buffers: staging.Buffers = {}  # of the last save; the next one reuses them
         self._restored: int | None = None  # the step that was restored since the last save
         self._opened_by = (0, 1)  # rank and number of processes
         self._sees_locks = True  # of the other processes
-        self._saves = itertools.count()
         self._token = ""  # of the last save
         self._closed = False
         self._pid = os.getpid()
-        self._last = self._here = save_policy.Mark(0, 0, time.monotonic())
+        self._last = intervals.Mark(0, 0, time.monotonic())  # `due` counts from it
         if monitor is not None:
             self.track(monitor, mode=mode)
 
@@ -252,15 +255,15 @@ class Snapshots:
 
     # --- due ------------------------------------------------------------------------------------------------------
 
-    def begin(self, *, updates: int, epoch: int, now: float | None = None) -> None:
-        """Set the position at which a run starts or resumes; `due` counts from it. Arguments as in `due`."""
-        self._last = self._here = save_policy.Mark(updates, epoch, time.monotonic() if now is None else now)
+    def count_from(self, *, updates: int, epoch: int, now: float | None = None) -> None:
+        """Let `due` count from here: from the start of a run, or a save. Arguments as in `due`."""
+        self._last = intervals.Mark(updates, epoch, time.monotonic() if now is None else now)
 
     def due(self, *, updates: int, epoch: int, now: float | None = None) -> tuple[str, ...]:
         """The settings that make a snapshot due now: any of ``every_steps``, ``every_epochs``, ``every_seconds``.
 
-        Several at once need one snapshot. The next `save` resets them, whatever caused it. After fewer
-        updates than before, which were refused, a run reaches the same multiples again.
+        Several at once need one snapshot. `fit` calls this, `save` and `count_from`, and so may a loop of your own;
+        `save` itself always saves.
 
         Args:
             updates: optimizer updates so far.
@@ -271,10 +274,12 @@ class Snapshots:
             >>> snapshots = Snapshots("runs/a", every_steps=10)
             >>> snapshots.due(updates=9, epoch=0), snapshots.due(updates=10, epoch=1)
             ((), ('every_steps', 'every_epochs'))
+            >>> snapshots.count_from(updates=10, epoch=1)
+            >>> snapshots.due(updates=11, epoch=1)
+            ()
         """
-        self._here = save_policy.Mark(updates, epoch, time.monotonic() if now is None else now)
-        self._last = save_policy.counted_from(self._last, self._here)
-        return save_policy.due(self._every, self._last, self._here)
+        here = intervals.Mark(updates, epoch, time.monotonic() if now is None else now)
+        return intervals.due(self._every, self._last, here)
 
     def track(self, monitor: str, *, mode: str = "min") -> None:
         """Set the metric that decides which step is best, unless one is set already.
@@ -361,7 +366,7 @@ class Snapshots:
         Raises:
             StateError: a leaf cannot be stored.
         """
-        described = parts.described(tree.with_paths(state), parts.spread(state))
+        described = parts.described(staging.kinds(tree.with_paths(state)), parts.spread(state))
         if meshes.here().rank:
             return
         size = sum(leaf.nbytes for leaf in described.values() if leaf.is_stored)
@@ -407,19 +412,19 @@ class Snapshots:
             RankError: the processes save different steps or states.
         """
         self.open()
-        self._last = self._here  # also of a save that fails, which is not due again at the next call
         groups, here = meshes.current(), meshes.here()
-        # Another process may not have seen the end of the previous save yet: each save has its own names.
-        token = f"{os.getpid()}.{next(self._saves)}" if here.size > 1 else f"{os.getpid()}"
+        # Another process may not have seen the end of the previous save yet: each save has its own names. They are
+        # random, so that nobody can put links there before.
+        token = secrets.token_hex(8)
 
         def check() -> tuple[_Plan, _Call]:
             number = directory.checked_step(self.directory, step)
             paths, leaves = self._paths(state)
-            spread = parts.spread(state)
+            kinds, spread = staging.kinds(zip(paths, leaves, strict=True)), parts.spread(state)
             manifest = manifests.Manifest.model_construct(
                 format=manifests.FORMAT,
                 step=number,
-                leaves=parts.described(zip(paths, leaves, strict=True), spread),
+                leaves={},
                 loop=manifests.as_json(loop, where="loop"),
                 history=history_.columns(history),
                 metrics=manifests.as_metrics(metrics),
@@ -434,11 +439,11 @@ class Snapshots:
                 directory.check_order(self.directory, number, restored=self._restored, overwrite=overwrite)
             if here.rank == 0 and here.size > 1:
                 writer.prepare(writer.staging_path(self.directory, number, token), spread.parts)
-            plan = _Plan(manifest, dict(zip(paths, leaves, strict=True)), spread)
-            return plan, _Call(number, _fingerprint(manifest, spread) if here.size > 1 else 0, token)
+            plan = _Plan(manifest, dict(zip(paths, leaves, strict=True)), kinds, spread)
+            return plan, _Call(number, _fingerprint(kinds, spread) if here.size > 1 else 0, token)
 
         try:
-            (manifest, leaves, spread), calls = _agreed(check)
+            (manifest, leaves, kinds, spread), calls = _agreed(check)
             _compare(calls, where=str(self.directory))
         except Exception as error:
             self._clear(token)
@@ -449,7 +454,7 @@ class Snapshots:
         self._token = token
         failure: Exception | None = None
         try:
-            self._copy(manifest.step, parts.to_store(leaves, spread), spread)
+            self._copy(manifest.step, parts.completed(leaves, spread), spread)
             if self._buffers:
                 orbax_io.ready(self._platforms)
         except Exception as error:
@@ -463,6 +468,7 @@ class Snapshots:
         job = writer.Job(
             root=self.directory,
             manifest=manifest,
+            kinds=kinds,
             buffers=self._buffers,
             history=None if not history else {name: tuple(column) for name, column in history.items()},
             overwrite=overwrite,
@@ -586,14 +592,14 @@ class Snapshots:
                 damaged[step] = error
                 continue
             if newer := {s: error for s, error in damaged.items() if s > step}:
-                self._skip(newer, step)
+                self._pass_over(newer, step)
             return found
         raise directory.nothing_good(self.directory, damaged)
 
-    def _skip(self, damaged: dict[int, Corrupt], used: int) -> None:
+    def _pass_over(self, damaged: dict[int, Corrupt], used: int) -> None:
         if is_writer := self._is_writer and not self._closed:
             self.open()
-        processes.first(lambda: directory.skip_damaged(self.directory, damaged, used, rename=is_writer))
+        processes.first(lambda: directory.pass_over(self.directory, damaged, used, rename=is_writer))
 
 
 def _agreed(
@@ -636,9 +642,9 @@ def _lock_name(rank: int) -> str:
     return f".lock-{rank}" if rank else ".lock"
 
 
-def _fingerprint(manifest: manifests.Manifest, spread: parts.Spread) -> int:
+def _fingerprint(kinds: Mapping[str, staging.Kind], spread: parts.Spread) -> int:
     """A digest of the facts that must be equal in all processes."""
-    leaves = [(path, leaf.dtype, leaf.shape) for path, leaf in manifest.leaves.items()]
+    leaves = [(path, leaf.dtype, leaf.shape) for path, leaf in parts.described(kinds, spread).items()]
     return zlib.crc32(repr((leaves, spread.parts, spread.sums)).encode())
 
 

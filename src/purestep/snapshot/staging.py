@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import StateError
+from ..errors import SnapshotError, StateError
 from ..torch_ext import foreach, tensor_layout
 
 _NATIVE = (
@@ -29,29 +30,53 @@ NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 SCALARS: dict[str, type] = {"bool": bool, "int": int, "float": float, "str": str}
 """The types of Python leaves that can be stored, by name. The manifest contains their values."""
 
+_PYTHON = frozenset(SCALARS.values())
+_TENSORS = (Tensor, torch.nn.Parameter)
+
 Buffers = dict[str, Tensor]
 """Host memory by leaf path. The next copy of the state reuses it, which saves the page faults."""
 
+Kind = tuple[torch.dtype, torch.Size] | bool | int | float | str
+"""A leaf without its values: dtype and shape of a tensor; a Python leaf is its value."""
 
-def check(path: str, leaf: Any) -> None:
-    """Check that a leaf can be stored.
+
+def kinds(leaves: Iterable[tuple[str, Any]]) -> dict[str, Kind]:
+    """The kind of each leaf by its path.
 
     Raises:
-        StateError: it cannot; the message has its path and type.
+        StateError: a leaf cannot be stored; the message has its path and type.
+        SnapshotError: two leaves have one path.
     """
+    found: dict[str, Kind] = {}
+    for path, leaf in leaves:
+        if path in found:
+            raise SnapshotError("two leaves have this path", where=path, hint="use keys without '/', all of one type")
+        if type(leaf) in _PYTHON:
+            found[path] = leaf
+        elif type(leaf) in _TENSORS and _is_plain(leaf):
+            found[path] = leaf.dtype, leaf.shape
+        else:
+            raise _unfit(path, leaf)
+    return found
+
+
+def _is_plain(leaf: Tensor) -> bool:
+    is_dense = leaf.layout is torch.strided and not leaf.is_nested  # quantized tensors have dtypes of their own
+    return is_dense and not leaf.is_meta and leaf.dtype in NAMES
+
+
+def _unfit(path: str, leaf: Any) -> StateError:
     if not isinstance(leaf, Tensor):
-        if type(leaf) not in SCALARS.values():
-            kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
-            raise StateError(f"a {kind} cannot be stored", where=path, hint="pass torch.as_tensor(value)")
-    elif type(leaf) not in (Tensor, torch.nn.Parameter):
-        raise StateError(f"a {type(leaf).__qualname__} cannot be stored", where=path, hint="pass a plain tensor")
-    elif not tensor_layout.is_dense(leaf):
+        kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
+        return StateError(f"a {kind} cannot be stored", where=path, hint="pass torch.as_tensor(value)")
+    if type(leaf) not in _TENSORS:
+        return StateError(f"a {type(leaf).__qualname__} cannot be stored", where=path, hint="pass a plain tensor")
+    if not tensor_layout.is_dense(leaf):
         kind = tensor_layout.layout_name(leaf)
-        raise StateError(f"a {kind} tensor cannot be stored", where=path, hint="call .to_dense()")
-    elif leaf.is_meta:
-        raise StateError("a tensor on the meta device has no values", where=path, hint="call program.init()")
-    elif leaf.dtype not in NAMES:
-        raise StateError(f"{leaf.dtype} cannot be stored", where=path, hint="call .to(torch.float32)")
+        return StateError(f"a {kind} tensor cannot be stored", where=path, hint="call .to_dense()")
+    if leaf.is_meta:
+        return StateError("a tensor on the meta device has no values", where=path, hint="call program.init()")
+    return StateError(f"{leaf.dtype} cannot be stored", where=path, hint="call .to(torch.float32)")
 
 
 @torch.no_grad()
@@ -59,16 +84,17 @@ def stage(tensors: dict[str, Tensor], spare: Buffers) -> Buffers:
     """Copy the tensors to host memory and wait until the copies are complete.
 
     Args:
-        tensors: checked tensors by path, on any devices.
+        tensors: tensors that `kinds` accepts, by path, on any devices.
         spare: unused buffers of an earlier `stage`; those that fit are reused.
     """
     buffers = {path: _buffer(tensor, spare.get(path)) for path, tensor in tensors.items()}
     far = {path: tensor for path, tensor in tensors.items() if tensor.is_cuda}
+    near = {path: tensor for path, tensor in tensors.items() if path not in far} if far else tensors
     for path, tensor in far.items():
         # Only CUDA orders an asynchronous copy with later work on its stream, and only into pinned memory.
         buffers[path].copy_(tensor, non_blocking=True)
-    if near := [path for path in tensors if path not in far]:
-        foreach.copy_([buffers[path] for path in near], [tensors[path] for path in near])
+    if near:
+        foreach.copy_([buffers[path] for path in near], list(near.values()))
     for device in {tensor.device for tensor in far.values()}:
         torch.cuda.current_stream(device).synchronize()
     return buffers
@@ -76,7 +102,7 @@ def stage(tensors: dict[str, Tensor], spare: Buffers) -> Buffers:
 
 def _buffer(source: Tensor, spare: Tensor | None) -> Tensor:
     """A tensor in C order, whose array orbax writes as it is."""
-    if spare is not None and spare.dtype is source.dtype and spare.is_same_size(source):  # noqa: SIM102
+    if spare is not None and spare.dtype is source.dtype and spare.shape == source.shape:  # noqa: SIM102
         if not source.is_cuda or spare.is_pinned():
             return spare
     if source.is_cuda:

@@ -23,7 +23,7 @@ from . import directory, history, orbax_io, parts
 from . import manifest as manifests
 from . import staging as staging_
 from .manifest import File, Manifest
-from .parts import Report, Spread
+from .parts import PartReport, Spread
 
 _log = logging.getLogger("purestep")
 _CLEARINGS = 10
@@ -45,7 +45,8 @@ class Job(NamedTuple):
     """The data of one save. It shares no memory with the caller's state."""
 
     root: Path
-    manifest: Manifest  # without files
+    manifest: Manifest  # without leaves, which the thread describes, and files
+    kinds: Mapping[str, staging_.Kind]  # of all leaves
     buffers: staging_.Buffers
     history: Mapping[str, Any] | None
     overwrite: bool
@@ -61,7 +62,7 @@ class Job(NamedTuple):
         """The directory that gets the step's name in the end."""
         return staging_path(self.root, self.manifest.step, self.team.token)
 
-    def report(self, part: int) -> Report:
+    def report(self, part: int) -> PartReport:
         """The report of a part to the first process; of part 0: of the whole step, to the others."""
         return _report(self.staging, part)
 
@@ -71,8 +72,8 @@ def staging_path(root: Path, step: int, token: str) -> Path:
     return root / f".tmp-{step}-{token}"
 
 
-def _report(staging: Path, part: int) -> Report:
-    return Report(Path(f"{staging}.part-{part}" if part else f"{staging}.step"))
+def _report(staging: Path, part: int) -> PartReport:
+    return PartReport(Path(f"{staging}.part-{part}" if part else f"{staging}.step"))
 
 
 def prepare(staging: Path, count: int) -> None:
@@ -115,7 +116,8 @@ def run(job: Job) -> None:
         for part in range(1, job.spread.parts):
             files |= {name: File(*file) for name, file in _reported(job, part).items()}
         failpoint("snapshot.manifest")
-        manifests.write(staging, job.manifest.model_copy(update={"files": files}))
+        leaves = parts.described(job.kinds, job.spread)
+        manifests.write(staging, job.manifest.model_copy(update={"leaves": leaves, "files": files}))
         failpoint("snapshot.sync")
         sync_tree(staging)
         failpoint("snapshot.verify")
@@ -124,9 +126,7 @@ def run(job: Job) -> None:
         _retire(job)
         _end(job)
     except Exception as error:
-        failed = _failed(job, error)
-        named = WriteFailed(f"step {step}: {failed.what}", where=failed.where, hint=failed.hint)
-        named.errno = failed.errno
+        named = _failed(job, error, f"step {step}")
         if job.team.size > 1:
             job.report(0).fail(named)  # another failed disk must not keep the others waiting
             _wait_for_others(job)
@@ -134,11 +134,16 @@ def run(job: Job) -> None:
         raise named from error
 
 
-def _failed(job: Job, error: Exception) -> WriteFailed:
+def _failed(job: Job, error: Exception, who: str) -> WriteFailed:
+    """The error of this save, which names a step or a process."""
     if isinstance(error, WriteFailed):
-        return error
-    size = sum(buffer.numel() * buffer.itemsize for buffer in job.buffers.values())
-    return write_failed(job.root / str(job.manifest.step), error, size=size)
+        failed = error
+    else:
+        size = sum(buffer.numel() * buffer.itemsize for buffer in job.buffers.values())
+        failed = write_failed(job.root / str(job.manifest.step), error, size=size)
+    named = WriteFailed(f"{who}: {failed.what}", where=failed.where, hint=failed.hint)
+    named.errno = failed.errno
+    return named
 
 
 def _end(job: Job) -> None:
@@ -182,10 +187,7 @@ def _help(job: Job) -> None:
         except Exception as error:
             with suppress(OSError):
                 remove_tree(parts.folder(job.staging, job.spread.parts, part))
-            failed = _failed(job, error)
-            named = WriteFailed(f"process {team.rank}: {failed.what}", where=failed.where, hint=failed.hint)
-            named.errno = failed.errno
-            report.fail(named)
+            report.fail(_failed(job, error, f"process {team.rank}"))
     # The first process waits for other parts and commits; it has its own limits for both.
     job.report(0).wait(rank=0, alive=lambda: team.is_alive(0), timeout=3 * team.timeout)
 
@@ -199,8 +201,7 @@ def _write_part(job: Job, part: int) -> dict[str, File]:
     folder = parts.folder(job.staging, count, part)
     if count == 1:
         remove_tree(folder)
-    leaves = job.manifest.leaves
-    arrays = {path: (leaves[path].dtype, staging_.array(buffer)) for path, buffer in job.buffers.items()}
+    arrays = {path: (staging_.NAMES[x.dtype], staging_.array(x)) for path, x in job.buffers.items()}
     if arrays:
         try:
             orbax_io.write(folder, arrays, platforms=job.platforms)

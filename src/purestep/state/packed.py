@@ -42,7 +42,7 @@ class Group(NamedTuple):
     slots: tuple[Slot, ...]  # in the order of the buffer
 
 
-class Layout(NamedTuple):
+class Packing(NamedTuple):
     """The groups of a program's parameters."""
 
     groups: tuple[Group, ...]
@@ -83,7 +83,7 @@ class Layout(NamedTuple):
         return {group.name: _concatenated(group, named) for group in self.groups}
 
 
-def layout(params: Params, labels: Labels) -> Layout:
+def packing(params: Params, labels: Labels) -> Packing:
     """Group parameters by (dtype, label), in the order of the first parameter of each group.
 
     Inside a group the parameters are sorted by alignment, best first: each begins at a multiple of the largest power of
@@ -95,7 +95,7 @@ def layout(params: Params, labels: Labels) -> Layout:
 
     Example:
         >>> import torch
-        >>> form = layout({"a": torch.ones(2, 2), "b": torch.zeros(3)}, {"a": 0, "b": 0})
+        >>> form = packing({"a": torch.ones(2, 2), "b": torch.zeros(3)}, {"a": 0, "b": 0})
         >>> form.collect({"a": torch.ones(2, 2), "b": torch.zeros(3)})["a"].shape
         torch.Size([7])
     """
@@ -103,7 +103,7 @@ def layout(params: Params, labels: Labels) -> Layout:
     for name, value in params.items():
         grouped.setdefault((value.dtype, labels[name]), []).append(_slot(name, value))
     groups = [Group(s[0].name, tuple(sorted(s, key=lambda slot: -_alignment(slot.size)))) for s in grouped.values()]
-    return Layout(tuple(groups), tuple(params))
+    return Packing(tuple(groups), tuple(params))
 
 
 def _alignment(size: int) -> int:
@@ -111,21 +111,21 @@ def _alignment(size: int) -> int:
     return math.gcd(size, 64)
 
 
-def pack(layout: Layout, state: TrainState) -> TrainState | None:
+def pack(packing: Packing, state: TrainState) -> TrainState | None:
     """Copy every dict by parameter name into flat buffers; return None if a dict has only a part of a group."""
     try:
-        return _convert(state, lambda subtree: _pack_tree(layout, subtree))
+        return _convert(state, lambda subtree: _pack_tree(packing, subtree))
     except _PartialGroup:
         return None
 
 
-def unpack(layout: Layout, state: TrainState) -> TrainState:
+def unpack(packing: Packing, state: TrainState) -> TrainState:
     """Return the named tree of a packed state, as views of its buffers."""
-    return _convert(state, lambda subtree: _unpack_tree(layout, subtree))
+    return _convert(state, lambda subtree: _unpack_tree(packing, subtree))
 
 
-class Layouts:
-    """The layouts of a program's states, shared by all of its compiled steps.
+class Packings:
+    """The packings of a program's states, shared by all of its compiled steps.
 
     Parameters share a buffer if the transform treats them alike and if, in the first step without gradients for all and
     in the updates that the state records, either all of them had a gradient or none.
@@ -134,10 +134,10 @@ class Layouts:
     def __init__(self, labels: Callable[[Params], Labels] | None) -> None:
         self._labels = labels  # None: states keep their tree
         self._apart = frozenset[str]()
-        self._known: dict[Any, Layout | None] = {}
+        self._known: dict[Any, Packing | None] = {}
 
-    def of(self, state: Any) -> Layout | None:
-        """The layout of a state; None if it keeps its tree."""
+    def of(self, state: Any) -> Packing | None:
+        """The packing of a state; None if it keeps its tree."""
         if self._labels is None or not isinstance(state, TrainState):
             return None
         counts = missed(state)
@@ -147,7 +147,7 @@ class Layouts:
             params = {name: value[0] for name, value in state.params.items()} if many else state.params
             labels = self._labels(params)
             own: Labels = {n: (label, counts.get(n), n in self._apart) for n, label in labels.items()}
-            found = layout(params, own)
+            found = packing(params, own)
             self._known[key] = found if pack(found, state) is not None else None
         return self._known[key]
 
@@ -159,9 +159,9 @@ class Layouts:
         self._apart = names
         self._known.clear()
 
-    def known(self, layout: Layout | None) -> bool:
-        """True if a layout is one of these."""
-        return any(layout is found for found in self._known.values())
+    def known(self, packing: Packing | None) -> bool:
+        """True if a packing is one of these."""
+        return any(packing is found for found in self._known.values())
 
 
 class Split(StepContractError):
@@ -185,8 +185,8 @@ def _convert(state: TrainState, one: Any) -> TrainState:
     return TrainState(*state)._replace(params=one(state.params), opt_state=one(state.opt_state), ema=ema, accum=accum)
 
 
-def _pack_tree(layout: Layout, subtree: Tree) -> Tree:
-    slots = {slot.name: slot for group in layout.groups for slot in group.slots}
+def _pack_tree(packing: Packing, subtree: Tree) -> Tree:
+    slots = {slot.name: slot for group in packing.groups for slot in group.slots}
 
     def is_named(node: Any) -> bool:
         return isinstance(node, dict) and bool(node) and all(_is_slot(slots.get(k), v) for k, v in node.items())
@@ -194,7 +194,7 @@ def _pack_tree(layout: Layout, subtree: Tree) -> Tree:
     def is_leaf(node: Any) -> bool:
         return isinstance(node, Missed) or is_named(node)  # Missed has counts by parameter in both forms.
 
-    return tree.map(lambda node: _pack_dict(layout, node) if is_named(node) else node, subtree, is_leaf=is_leaf)
+    return tree.map(lambda node: _pack_dict(packing, node) if is_named(node) else node, subtree, is_leaf=is_leaf)
 
 
 def missed(state: TrainState) -> dict[str, tuple[int, ...]]:
@@ -212,9 +212,9 @@ def missed(state: TrainState) -> dict[str, tuple[int, ...]]:
     return {name: tuple(counts) for name, counts in counts_of.items() if any(counts)}
 
 
-def _pack_dict(layout: Layout, node: dict[str, Any]) -> dict[str, Any]:
+def _pack_dict(packing: Packing, node: dict[str, Any]) -> dict[str, Any]:
     packed: dict[str, Any] = {}
-    for group in layout.groups:
+    for group in packing.groups:
         present = [slot for slot in group.slots if slot.name in node]
         if not present:
             continue
@@ -227,8 +227,8 @@ def _pack_dict(layout: Layout, node: dict[str, Any]) -> dict[str, Any]:
     return packed
 
 
-def _unpack_tree(layout: Layout, subtree: Tree) -> Tree:
-    groups = {group.name: group for group in layout.groups}
+def _unpack_tree(packing: Packing, subtree: Tree) -> Tree:
+    groups = {group.name: group for group in packing.groups}
 
     def is_flat(node: Any) -> bool:
         return isinstance(node, dict) and bool(node) and all(_is_buffer(groups.get(k), v) for k, v in node.items())
@@ -236,14 +236,14 @@ def _unpack_tree(layout: Layout, subtree: Tree) -> Tree:
     def is_leaf(node: Any) -> bool:
         return isinstance(node, Missed) or is_flat(node)
 
-    return tree.map(lambda node: _unpack_dict(layout, node) if is_flat(node) else node, subtree, is_leaf=is_leaf)
+    return tree.map(lambda node: _unpack_dict(packing, node) if is_flat(node) else node, subtree, is_leaf=is_leaf)
 
 
-def _unpack_dict(layout: Layout, node: dict[str, Any]) -> dict[str, Any]:
-    groups = [group for group in layout.groups if group.name in node]
+def _unpack_dict(packing: Packing, node: dict[str, Any]) -> dict[str, Any]:
+    groups = [group for group in packing.groups if group.name in node]
     if isinstance(next(iter(node.values())), Empty):
-        return layout.ordered({slot.name: Empty() for group in groups for slot in group.slots})
-    return layout.expand(node)
+        return packing.ordered({slot.name: Empty() for group in groups for slot in group.slots})
+    return packing.expand(node)
 
 
 # `_flat` and `_shaped` make no view of a vector, and no permutation of a contiguous tensor: the graph has fewer nodes.

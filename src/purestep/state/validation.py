@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterable
 from typing import Any, TypeGuard, cast
 
+import torch
+
 from ..errors import ConfigError
 
 
@@ -194,3 +196,26 @@ def listed(where: str, cure: str, **series: Any) -> list[Any]:
         except TypeError:  # a number, a function, a tensor without dimensions
             pass
     raise ConfigError(f"{name}={value!r} is no list", where=where, hint=cure)
+
+
+def usable_device(name: str | torch.device) -> torch.device:
+    """Return the device of that name, if this machine has it.
+
+    Raises:
+        ConfigError: the machine has no such device.
+
+    Example:
+        >>> usable_device("cpu")
+        device(type='cpu')
+    """
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # AssertionError: torch was built without CUDA.
+        reason = str(error).partition(". ")[0]  # The rest of torch's message lists all backends.
+        what, hint = f"no device {str(name)!r} here: {reason}", 'device="cpu"'
+        if str(name).startswith("cuda") and not torch.backends.cuda.is_built():
+            what = f"no device {str(name)!r} here: torch {torch.__version__} is built without CUDA"
+            hint = 'install a CUDA build of torch (pytorch.org), or pass device="cpu"'
+        raise ConfigError(what, where="device", hint=hint) from error
+    return device

@@ -17,7 +17,7 @@ train_step   `train_step` and `flush`
 exchange     a call's contributions of several processes
 accumulation the window: adding a micro-batch, closing a full window
 update       the update of a window or its rollback
-window_position  `counting`: the position in the window, counted on the host
+counted_window  `counting`: a step that counts its position in the window on the host
 random_draws seeds the generators for a step
 inference    `eval_step` and `bind`
 differentiable  the loss as a function of the parameters, for other derivatives; the gradient of a call alone
@@ -26,6 +26,7 @@ batch_copy   copies of batch leaves that a model writes in place
 """
 
 from .batch_copy import untouched as untouched
+from .counted_window import counting as counting
 from .differentiable import Parts as Parts
 from .differentiable import check_divisible as check_divisible
 from .differentiable import check_state as check_state
@@ -43,4 +44,3 @@ from .spec import Closing as Closing
 from .spec import Micro as Micro
 from .spec import wide as wide
 from .update import rate_names as rate_names
-from .window_position import counting as counting

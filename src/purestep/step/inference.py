@@ -8,11 +8,9 @@ from typing import Any
 
 import torch
 
-from .. import ema as ema_
-from .. import precision as precision_
 from .. import rng, tree
 from ..model import functional, write_check
-from ..state import stacked
+from ..state import stacked, views
 from ..torch_ext import tracing
 from ..types import Batch, Carrying, Loss, Mean, Metrics, Params, TrainState
 from .loss_checks import check_loss, counted, rows_of
@@ -43,13 +41,13 @@ def eval_step_of(spec: Spec) -> Callable[..., Metrics]:
         rows, counts = rows_of(batch)
 
         def evaluate() -> tuple[Loss, Params]:
-            chosen = ema_.to_evaluate(state)
+            chosen = views.to_evaluate(state)
             buffers = {**chosen.buffers, **carried}
             bound = functional.bind(spec.template, chosen.params, chosen.frozen, buffers, train=False)
             bound.values = spec.values_at(state)
             look = _written_buffers(spec, bound)
-            with precision_.autocast(spec.policy, state.step.device):
-                found = spec.objective(bound, precision_.cast(spec.policy, tree.dicts(rows)), *context)
+            with spec.policy.autocast(state.step.device):
+                found = spec.objective(bound, spec.policy.cast(tree.dicts(rows)), *context)
             look()
             loss = counted(check_loss(found, state.step.device, train=False), counts)
             return loss, {name: bound.buffers[name].detach() for name in carried}
@@ -119,14 +117,14 @@ def bind_of(spec: Spec) -> Callable[..., Callable[..., Any]]:
                 pass: bind a program of the model without it (same names), or compute the loss in an objective.
         """
         stacked.check_single(state, where="bind")
-        chosen = ema_.view(state, "params" if train and view is None else view)
+        chosen = views.view(state, "params" if train and view is None else view)
 
         def predict(*args: Any, **kwargs: Any) -> Any:
             start = {name: value.to(chosen.buffers[name]) for name, value in spec.carry.items()}
             buffers = {**chosen.buffers, **start}
             bound = functional.bind(spec.template, chosen.params, chosen.frozen, buffers, train=train)
-            args, kwargs = precision_.cast(spec.policy, (args, kwargs))
-            with torch.set_grad_enabled(train), precision_.autocast(spec.policy, chosen.step.device):
+            args, kwargs = spec.policy.cast((args, kwargs))
+            with torch.set_grad_enabled(train), spec.policy.autocast(chosen.step.device):
                 return bound(*args, **kwargs)
 
         return predict

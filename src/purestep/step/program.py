@@ -20,6 +20,7 @@ from ..errors import ConfigError
 from ..model import functional, unwrapped, wrappers
 from ..optim import arguments
 from ..state import check_choice, check_count, is_number, known_keywords
+from ..torch_ext import hidden
 from ..types import Empty, Made, Objective, Program, Static
 from .batch_copy import untouched
 from .differentiable import batch_gradient_of, parts_of
@@ -201,7 +202,7 @@ def static_of(function: Any) -> Static | None:
 def _versions(model: nn.Module) -> dict[str, Any]:
     """Versions of the submodules' state_dict formats, by name, as `load_state_dict` checks them."""
     named = model.named_modules(remove_duplicate=False)
-    return {name: getattr(module, "_version", None) for name, module in named}
+    return {name: hidden.state_dict_version(module) for name, module in named}
 
 
 def _static(spec: Spec, made: Made, versions: dict[str, Any]) -> Static:

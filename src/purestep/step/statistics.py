@@ -8,10 +8,10 @@ from contextlib import nullcontext
 import torch
 from torch import nn
 
-from .. import ema as ema_
-from .. import precision as precision_
 from .. import rng, tree
 from ..model import functional
+from ..state import views
+from ..torch_ext import hidden
 from ..types import Batch, Empty, Exchange, Params, TrainState
 from .loss_checks import rows_of
 from .random_draws import drawn
@@ -24,7 +24,7 @@ class Statistics:
     Args:
         spec: of a program.
         state: of this program; its weights of ``view`` are used.
-        view: as in `ema.view`.
+        view: as in `purestep.view`.
         exchange: of a step on several processes, each of which passes its rows; None: one process.
         whole: (state) -> the state with whole weights.
     """
@@ -40,8 +40,8 @@ class Statistics:
         self._spec = spec
         self._state = state
         self._exchange = exchange
-        self._view = ema_.default_view(state) if view is None else view
-        self._chosen = whole(ema_.view(state, self._view))
+        self._view = views.default_view(state) if view is None else view
+        self._chosen = whole(views.view(state, self._view))
         self._template = functional.rewritten(spec.template, _average_equally)
         found = (name for layer in _layers(self._template.train.model) for name in _buffers(*layer))
         self.names = tuple(name for name in found if name in self._chosen.buffers)
@@ -58,8 +58,8 @@ class Statistics:
         def forward() -> Params:
             bound = functional.bind(self._template, chosen.params, chosen.frozen, self.buffers, train=True)
             bound.values = spec.values_at(chosen)
-            with precision_.autocast(spec.policy, chosen.step.device):
-                spec.objective(bound, precision_.cast(spec.policy, tree.dicts(rows)))
+            with spec.policy.autocast(chosen.step.device):
+                spec.objective(bound, spec.policy.cast(tree.dicts(rows)))
             return bound.buffers
 
         stream = () if exchange is None else exchange.stream
@@ -84,8 +84,7 @@ class Statistics:
 
 
 def _layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    kind = nn.modules.batchnorm._BatchNorm  # pyright: ignore[reportPrivateUsage]  # the base class has no public name
-    return [(name, part) for name, part in model.named_modules() if isinstance(part, kind) and part.training]
+    return [(name, part) for name, part in model.named_modules() if hidden.is_batch_norm(part) and part.training]
 
 
 def _buffers(name: str, layer: nn.Module) -> list[str]:

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import tempfile
-from collections import OrderedDict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ema import view as view_of
 from ..errors import ConfigError, Mismatch, StateError, WriteFailed
 from ..files import directory_path, replacing, write_failed
 from ..model import OBJECTIVE, copy_with, unwrapped
 from ..parallel import placement, processes
-from ..state import nearest, nearest_names, stacked
+from ..state import nearest, nearest_names, stacked, views
+from ..torch_ext import hidden
 from ..types import Params, Program, TrainState
 
 
@@ -39,7 +38,7 @@ def export_weights(
     non-persistent buffers nor tensors of the objective. The result of a module's ``get_extra_state`` is not part of a
     state, so it is missing.
 
-    A ``.pt`` file also contains the versions of the submodules (``state_dict()._metadata``), from which a module
+    A ``.pt`` file also contains the versions of the submodules (as ``state_dict()`` does), from which a module
     recognizes an older format of its weights. A ``.safetensors`` file contains them as JSON under ``"versions"`` in its
     metadata, which ``load_file`` drops: for a module with versions, write a ``.pt`` file or use `load_into`.
 
@@ -78,7 +77,7 @@ def export_weights(
     if target.suffix not in (".safetensors", ".pt", ".pth"):
         raise ConfigError(f"{target.suffix!r} is no format", where=str(path), hint="use the suffix .safetensors or .pt")
     stacked.check_single(state, where="export_weights")
-    shown = placement.weights(view_of(state, view))
+    shown = placement.weights(views.view(state, view))
     processes.first(lambda: _write(target, program, weights(program, shown, only=only)))
 
 
@@ -91,16 +90,9 @@ def _write(target: Path, program: Program, tensors: Params) -> None:
 
                 save_file(tensors, temporary, metadata={"format": "pt", "versions": json.dumps(versions)})
             else:
-                torch.save(_with_versions(tensors, versions), temporary)
+                torch.save(hidden.state_dict(tensors, versions), temporary)
         except Exception as error:  # both report a full disk with error classes of their own
             raise write_failed(target, error) from error
-
-
-def _with_versions(tensors: Params, versions: dict[str, Any]) -> Params:
-    """Add ``_metadata`` as in a `state_dict`: a module reads the version of its weights before it loads them."""
-    found: Any = OrderedDict(tensors)
-    found._metadata = OrderedDict((name, {"version": version}) for name, version in versions.items())
-    return found
 
 
 def weights(
@@ -114,7 +106,7 @@ def weights(
     if static is None:
         hint = "call torch.save with the tensors of your state"
         raise ConfigError("a program without static names cannot be exported", where="program", hint=hint)
-    shown = placement.weights(view_of(state, view))
+    shown = placement.weights(views.view(state, view))
     found = {**shown.params, **shown.frozen}
     found.update({name: value for name, value in shown.buffers.items() if name in static.persistent})
     found.update({alias: found[name] for alias, name in static.ties.items()})
@@ -194,7 +186,7 @@ def _stored(module: nn.Module, state: TrainState, view: str | None, caller: str)
         Mismatch: a name or a shape differs.
     """
     stacked.check_single(state, where=caller)
-    shown = placement.weights(view_of(state, view))
+    shown = placement.weights(views.view(state, view))
     stored = {**shown.params, **shown.frozen, **shown.buffers}
     stored = {name: value for name, value in stored.items() if not name.startswith(OBJECTIVE)}
     lines = _differences(stored, _tensors(module))

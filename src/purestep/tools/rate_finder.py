@@ -9,11 +9,11 @@ from contextlib import closing
 from os import PathLike
 from typing import Any, NamedTuple
 
-from .. import data, optim, parallel, tree
+from .. import data, optim, tree
 from .. import metrics as metrics_
 from ..errors import ConfigError, DataError, StateError, StepContractError
 from ..loop import check_pair, inputs, ranks
-from ..parallel import processes
+from ..parallel import loaders, processes
 from ..state import check_count, check_range, stacked
 from ..types import Device, Empty, Metrics, Program, TrainState
 
@@ -126,7 +126,7 @@ def find_learning_rate(
     mesh = ranks.mesh_of(state, where="find_learning_rate", program=program)
     state = _checked(state, leaf, low)
     ranks.check_loader(loader, where=name)
-    source = loader.loader if isinstance(loader, parallel.Sharded) else loader
+    source = loader.loader if isinstance(loader, loaders.Sharded) else loader
     if isinstance(source, Iterator):
         raise DataError(
             f"a {type(source).__name__} cannot go back to where it was",

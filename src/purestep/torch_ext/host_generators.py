@@ -93,7 +93,7 @@ class States(NamedTuple):
             ...     print([one == other for one, other in zip(before, states().comparable())])
             [True, False]
         """
-        bits = repr(sorted((name, _plain(value)) for name, value in self.numpys["state"].items()))
+        bits = repr(sorted((name, _comparable(value)) for name, value in self.numpys["state"].items()))
         rest = self.numpys["bit_generator"], self.numpys["has_gauss"], self.numpys["gauss"]
         return (bits, *rest), self.pythons
 
@@ -108,5 +108,5 @@ def states() -> States:
     return States(np.random.get_state(legacy=False), random.getstate())
 
 
-def _plain(value: Any) -> Any:
+def _comparable(value: Any) -> Any:
     return value.tobytes() if isinstance(value, np.ndarray) else value

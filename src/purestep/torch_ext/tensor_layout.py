@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -69,6 +70,66 @@ def as_bytes(leaf: Tensor) -> Tensor:
         tensor([1, 0, 0, 1], dtype=torch.uint8)
     """
     return leaf.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+
+
+_DTYPE = re.compile("(torch[.])?((bool|uint|int|float|bfloat|complex)[0-9a-z_]*)")
+
+
+def from_bytes(data: Tensor, dtype: str, shape: Iterable[int]) -> Tensor:
+    """The inverse of `as_bytes`, for bytes that may come from a file of somebody else. Shares the memory of ``data``.
+
+    Raises:
+        ValueError: there is no such dtype, the bytes do not fit the shape, or are not those of True and False.
+
+    Example:
+        >>> from_bytes(torch.tensor([1, 0, 0, 1], dtype=torch.uint8), "int16", [2])
+        tensor([  1, 256], dtype=torch.int16)
+    """
+    name, sizes = _DTYPE.fullmatch(dtype), list(shape)
+    kind = getattr(torch, name[2], None) if name else None
+    if not isinstance(kind, torch.dtype) or not all(type(size) is int and size >= 0 for size in sizes):
+        raise ValueError(f"a tensor of dtype {dtype!r} and shape {sizes}")
+    if kind is torch.bool and data.numel() and int(data.max()) > 1:
+        raise ValueError("bytes of a bool tensor that are neither 0 nor 1")
+    try:
+        return data.view(kind).view(sizes)
+    except (RuntimeError, OverflowError) as error:
+        raise ValueError(f"{data.numel()} bytes for a tensor of {dtype} {sizes}") from error
+
+
+def from_parts(layout: str, parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+    """The inverse of `dense_parts`, for parts that may come from a file of somebody else.
+
+    Torch itself checks indices only if it is told to: a wrong one reads and writes outside of the tensor.
+
+    Args:
+        layout: "sparse_coo" and so on, "jagged", or "strided" for a nested tensor of that layout.
+        parts: of the tensor.
+        shape: of a sparse tensor.
+
+    Raises:
+        ValueError: the parts do not fit together.
+    """
+    try:
+        if layout == "strided":
+            return torch.nested.as_nested_tensor(list(parts))
+        if layout == "jagged":
+            values, offsets = parts
+            lengths = offsets.diff()
+            if offsets[0] != 0 or offsets[-1] != len(values) or bool((lengths < 0).any()):
+                raise ValueError("offsets that do not divide the rows")
+            return torch.nested.nested_tensor_from_jagged(values, offsets)
+        if layout == "sparse_coo":
+            indices, values = parts
+            return torch.sparse_coo_tensor(indices, values, list(shape), is_coalesced=True, check_invariants=True)
+        kind = getattr(torch, layout) if layout in _COMPRESSED else None
+        outer, inner, values = parts
+        return torch.sparse_compressed_tensor(outer, inner, values, list(shape), layout=kind, check_invariants=True)
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        raise ValueError(f"the parts of a {layout} tensor do not fit: {str(error).partition(chr(10))[0]}") from error
+
+
+_COMPRESSED = ("sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc")
 
 
 def extent(leaf: Tensor) -> int:

@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import resource
 import signal
 import statistics
@@ -27,6 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import purestep as ps
 from purestep import errors, events, tree
+from purestep.__main__ import main
 from purestep.snapshot import Snapshots
 from rigs.faults import failpoints
 
@@ -133,14 +135,17 @@ WATCHED = ("pickle.find_class", "os.system", "os.exec", "os.posix_spawn", "subpr
 
 
 def read_watched(folder: str, room: int) -> None:
-    """Restores from a directory that somebody has prepared, and saves there; says each thing that must not happen.
+    """Restores from a directory that somebody has prepared, saves there, shows and reports it; says each thing that
+    must not happen, and the megabytes by which it has grown.
 
     Args:
         folder: of the snapshots.
         room: bytes of addresses that this may take.
     """
-    Snapshots(folder + ".first").save(0, state(0))  # what is imported, and compiled, on first use
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    with Snapshots(folder + ".first") as first:  # what is imported, and compiled, on first use
+        first.save(0, state(0), history={"loss": [0.5]})
+    main(["report", folder + ".first", "-o", folder + ".first/report.html"])
+    used, resident = (int(pages) * resource.getpagesize() for pages in Path("/proc/self/statm").read_text().split()[:2])
     resource.setrlimit(resource.RLIMIT_AS, (used + room, resource.RLIM_INFINITY))
 
     def watch(event: str, arguments: tuple[Any, ...]) -> None:
@@ -162,6 +167,12 @@ def read_watched(folder: str, room: int) -> None:
         if found is not None:
             assert all(torch.equal(found.state[name], leaf) for name, leaf in state(found.step).items())
         say("came", "back")
+    for arguments in (["show", folder, "--verify"], ["report", folder, "-o", folder + "/report.html"]):
+        say("came", main(arguments))
+    page = Path(folder, "report.html")
+    if page.is_file() and re.search(r"\\u003ca href|<h\d>.*<a href", page.read_text(encoding="utf-8")):
+        say("watched", "a link in the page")
+    say("peak", (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10) - (resident >> 20))
 
 
 def files_of(folder: Path) -> list[Path]:

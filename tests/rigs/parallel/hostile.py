@@ -163,3 +163,29 @@ def two_runs(folder: str, ports: list[int]) -> dict[str, Any]:
             )
             together(*place)
     return found
+
+
+def listening() -> list[str]:
+    """The addresses at which this process accepts connections while a mesh is open, in hexadecimal digits."""
+    with ps.parallel.start():
+        own = {os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if name.isdecimal()}
+        lines = [
+            line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()
+        ]
+        found = [line[1].partition(":")[0] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in own]
+        ps.parallel.processes.gathered(0)
+    return found
+
+
+def pickled() -> str:
+    """What this process says to values that a program in the place of another one has sent, as torch pickles them."""
+    import torch
+
+    with ps.parallel.start() as mesh:
+        if mesh.rank:
+            value = torch.frombuffer(bytearray(b"cos\nsystem\n(S'touch EXECUTED'\ntR."), dtype=torch.uint8)
+            ps.parallel.processes._message = lambda _: value
+        try:
+            return str(ps.parallel.processes.gathered(0))
+        except ps.errors.RankError as error:
+            return str(error)

@@ -157,8 +157,8 @@ def tensor_parallel(root: str) -> dict[str, Any]:
 def small(value: int, mesh: ps.parallel.Mesh) -> ps.TrainState:
     """This process's part of a state whose numbers are all ``value``."""
     whole = small_whole(value)
-    layout = placement.layout_of(whole, lambda name: name != "b", mesh)
-    return placement.part(layout, whole) if mesh.size > 1 else whole
+    sharding = placement.sharding_of(whole, lambda name: name != "b", mesh)
+    return placement.part(sharding, whole) if mesh.size > 1 else whole
 
 
 def small_whole(value: int) -> ps.TrainState:

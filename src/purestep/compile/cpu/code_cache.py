@@ -14,13 +14,11 @@ from __future__ import annotations
 
 import atexit
 import functools
-import getpass
 import hashlib
 import json
 import os
 import platform
 import shutil
-import stat
 import sys
 import sysconfig
 import tempfile
@@ -31,6 +29,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from .. import code_directory
+from ..code_directory import is_own
 from . import graph_key
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def named(lines: Sequence[str]) -> str:
 
 def found(name: str) -> Entry | None:
     """The entry of a name, if there is a whole one that nobody else could have written."""
-    for place in (_shared(), _private()):
+    for place in (_shared(), code_directory.private()):
         entry = place / name
         with suppress(OSError, ValueError):
             if all(map(is_own, (place, entry, *entry.iterdir()))):
@@ -77,6 +77,7 @@ def found(name: str) -> Entry | None:
 
 
 def _built(name: str | None, build: Callable[[str], Sequence[Any]]) -> Entry:
+    code_directory.directory(whole=True)
     place = _writable()
     new = Path(tempfile.mkdtemp(prefix="purestep_", dir=place))  # of mode 0700
     atexit.register(shutil.rmtree, new, ignore_errors=True)
@@ -117,29 +118,14 @@ def _digest(entry: Path, facts: Sequence[Any]) -> str:
 # --- directories ------------------------------------------------------------------------------------------------------
 
 
-def is_own(path: Path) -> bool:
-    """True if a file or directory, not a link, belongs to this user or root, and nobody else may write it."""
-    found = path.lstat()
-    plain = stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)
-    return plain and found.st_uid in (0, os.getuid()) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-
-
 def _shared() -> Path:
     """The directory in inductor's cache."""
-    root = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    if root is None:
-        root = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
-    return Path(os.path.abspath(root), "purestep")
-
-
-def _private() -> Path:
-    """The directory of this user alone."""
-    return Path(tempfile.gettempdir(), f"purestep_{os.getuid()}")
+    return code_directory.directory() / "purestep"
 
 
 def _writable() -> Path | None:
     """The first directory that this user can write, and nobody else."""
-    for place in (_shared(), _private()):
+    for place in (_shared(), code_directory.private()):
         with suppress(OSError):
             place.mkdir(mode=0o700, parents=True, exist_ok=True)
             if is_own(place) and os.access(place, os.W_OK):

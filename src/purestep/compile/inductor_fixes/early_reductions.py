@@ -25,20 +25,20 @@ _LARGE = 1 << 16
 """Minimal number of elements for which a shorter lifetime is worth an extra kernel."""
 
 
-@library.custom_op("purestep::after", mutates_args=(), schema="(Tensor value, Tensor first) -> Tensor")
-def after(value: Tensor, first: Tensor) -> Tensor:
+@library.custom_op("purestep::computed_after", mutates_args=(), schema="(Tensor value, Tensor first) -> Tensor")
+def computed_after(value: Tensor, first: Tensor) -> Tensor:
     """The value; inductor computes it after ``first``."""
     return value.clone()
 
 
-@after.register_fake
+@computed_after.register_fake
 def _(value: Tensor, first: Tensor) -> Tensor:
     return torch.empty_like(value)
 
 
 @functools.cache
 def register() -> None:
-    """Register the lowering of `after`: no copy, only a dependency. Loads inductor."""
+    """Register the lowering of `computed_after`: no copy, only a dependency. Loads inductor."""
     from torch._inductor import lowering
     from torch._inductor.virtualized import V
 
@@ -50,7 +50,7 @@ def register() -> None:
             V.graph.additional_buffer_deps[operation].add(first.get_name())
         return value
 
-    decorator: Any = lowering.register_lowering(torch.ops.purestep.after.default, type_promotion_kind=None)
+    decorator: Any = lowering.register_lowering(torch.ops.purestep.computed_after.default, type_promotion_kind=None)
     decorator(lowered)
 
 
@@ -89,7 +89,7 @@ def fix(graph: Graph) -> None:
 def _put_after(graph: Graph, node: Node, first: Node) -> None:
     """Make the readers of ``node`` wait for ``first``, an earlier node."""
     with graph.inserting_after(node):
-        made = graph.call_function(torch.ops.purestep.after.default, (node, first))
+        made = graph.call_function(torch.ops.purestep.computed_after.default, (node, first))
     made.meta.update(node.meta)
     node.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
 

@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 _NAMES = ("philox", "rng_state", "unused")  # returns of torch's attention operators, by their schemas
 
 
-@library.custom_op("purestep::kept_apart", mutates_args=(), schema="(Tensor value) -> Tensor")
-def kept_apart(value: Tensor) -> Tensor:
+@library.custom_op("purestep::never_reused", mutates_args=(), schema="(Tensor value) -> Tensor")
+def never_reused(value: Tensor) -> Tensor:
     """The value; inductor does not reuse its memory."""
     return value.clone()
 
 
-@kept_apart.register_fake
+@never_reused.register_fake
 def _(value: Tensor) -> Tensor:
     return torch.empty_like(value)
 
 
 @functools.cache
 def register() -> None:
-    """Register the lowering of `kept_apart`. Loads inductor."""
+    """Register the lowering of `never_reused`. Loads inductor."""
     from torch._inductor import lowering
     from torch._inductor.virtualized import V
 
@@ -46,12 +46,12 @@ def register() -> None:
         V.graph.never_reuse_buffers.add(value.get_name())
         return value
 
-    decorator: Any = lowering.register_lowering(torch.ops.purestep.kept_apart.default, type_promotion_kind=None)
+    decorator: Any = lowering.register_lowering(torch.ops.purestep.never_reused.default, type_promotion_kind=None)
     decorator(lowered)
 
 
 def fix(graph: Graph) -> None:
-    """Insert `kept_apart` after every random state that one operator returns and another reads.
+    """Insert `never_reused` after every random state that one operator returns and another reads.
 
     Args:
         graph: changed.
@@ -66,6 +66,6 @@ def fix(graph: Graph) -> None:
         if at >= len(returns) or not any(name in (returns[at].name or "") for name in _NAMES):
             continue
         with graph.inserting_after(node):
-            kept = graph.call_function(torch.ops.purestep.kept_apart.default, (node,))
+            kept = graph.call_function(torch.ops.purestep.never_reused.default, (node,))
         kept.meta.update(node.meta)
         node.replace_all_uses_with(kept, delete_user_cb=functools.partial(operator.is_not, kept))

@@ -12,7 +12,7 @@ from . import directory, reader
 from . import manifest as manifests
 
 
-class Summary(NamedTuple):
+class StoredStep(NamedTuple):
     """One step of a directory."""
 
     step: int
@@ -26,28 +26,32 @@ class Summary(NamedTuple):
     problem: str | None  # why it cannot be restored, in one line; the fields above are empty then
 
 
-def summaries(root: Path) -> list[Summary]:
+def stored_steps(root: Path) -> list[StoredStep]:
     """Every step in ascending order, intact or not. Checks manifests and file sizes.
 
     A step that the writer deletes in the meantime is left out.
 
     Example:
-        >>> summaries(Path("runs/nowhere"))
+        >>> stored_steps(Path("runs/nowhere"))
         []
     """
-    found = (_summary(root, step) for step in directory.numbered(root))
-    return [summary for summary in found if summary is not None]
+    found = (_stored_step(root, step) for step in directory.numbered(root))
+    return [step for step in found if step is not None]
 
 
-def _summary(root: Path, step: int) -> Summary | None:
+def _stored_step(root: Path, step: int) -> StoredStep | None:
     folder = directory.place(root, step)
     try:
         saved = (folder / manifests.NAME).stat().st_mtime
         read = manifests.read(folder)
     except (SnapshotError, OSError) as error:
-        return None if _is_gone(root, step) else Summary(step, 0.0, _size(folder), 0, {}, None, {}, None, _line(error))
+        return (
+            None if _is_gone(root, step) else StoredStep(step, 0.0, _size(folder), 0, {}, None, {}, None, _line(error))
+        )
     size = sum(file.size for file in read.files.values())
-    return Summary(step, saved, size, len(read.leaves), read.metrics, read.monitor, read.environment, read.loop, None)
+    return StoredStep(
+        step, saved, size, len(read.leaves), read.metrics, read.monitor, read.environment, read.loop, None
+    )
 
 
 def read_history(root: Path, step: int) -> dict[str, list[Any]]:
@@ -70,6 +74,7 @@ def verify(root: Path, step: int) -> str | None:
         read = manifests.read(folder)
         for part in range(read.parts):
             manifests.check_files(folder, read, part)
+            reader.check_shapes(folder, read, part)
             if read.format < manifests.FORMAT:  # its checksums are those of values
                 reader.load(folder, read, part, read.stored(part).keys(), platforms="cpu")
         manifests.read_history(folder, read)

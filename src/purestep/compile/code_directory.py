@@ -1,0 +1,107 @@
+"""The directory of compiled code, which inductor's cache shares: nobody but this user and root may have written there.
+
+A library, a module or a pickle in it is code that this process runs. Torch takes the directory that is named after the
+user in the system's temporary one, whoever has created it; or that of ``TORCHINDUCTOR_CACHE_DIR``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import getpass
+import logging
+import os
+import shutil
+import stat
+import tempfile
+from pathlib import Path
+
+_log = logging.getLogger("purestep")
+_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+
+
+def directory(*, whole: bool = False) -> Path:
+    """The directory, which exists, and which torch uses from now on. If the present one may contain code of others, it
+    is a private one, said once.
+
+    Args:
+        whole: look at everything in the directory too (some microseconds a file), as must be done before inductor,
+            which loads what it finds there, is used.
+    """
+    place = _chosen(os.path.abspath(os.environ.get(_VARIABLE) or _default()), whole)
+    os.environ[_VARIABLE] = str(place)
+    return place
+
+
+def is_own(path: Path) -> bool:
+    """True if a file or directory, not a link, belongs to this user or root, and nobody else may write it."""
+    found = path.lstat()
+    plain = stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)
+    return plain and _is_owners(found) and not found.st_mode & _OTHERS
+
+
+def private() -> Path:
+    """The directory of this user alone, which may not exist."""
+    return Path(tempfile.gettempdir(), f"purestep_{os.getuid()}")
+
+
+def _default() -> str:
+    try:
+        name = getpass.getuser()
+    except (KeyError, ModuleNotFoundError, OSError):  # a number without a name, in a container
+        name = f"uid_{os.getuid()}"
+    return os.path.join(tempfile.gettempdir(), f"torchinductor_{name}")
+
+
+def _is_owners(found: os.stat_result) -> bool:
+    return found.st_uid in (0, os.getuid())
+
+
+@functools.cache
+def _chosen(given: str, whole: bool) -> Path:
+    place = Path(given)
+    problem = _problem(place) or (_problem_inside(place) if whole else "")
+    if not problem:
+        return place
+    other = private()
+    if given == str(other) or _problem(other) or _problem_inside(other):
+        other = Path(tempfile.mkdtemp(prefix="purestep_"))
+        atexit.register(shutil.rmtree, other, ignore_errors=True)
+    cure = f"set {_VARIABLE} to a directory of yours; or chmod -R go-w this one, if you trust all that it contains"
+    _log.warning("%s %s: compiled code is kept in %s (cure: %s)", given, problem, other, cure)
+    return other
+
+
+def _problem(place: Path) -> str:
+    """Why code in a directory may be that of others; "" if it cannot be. Creates the directory."""
+    try:
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        link, found = place.lstat(), place.stat()
+    except OSError as error:
+        return f"cannot be used ({error.strerror})"
+    if not (_is_owners(link) and _is_owners(found)):
+        return "belongs to another user"
+    return f"can be written by others (mode {stat.S_IMODE(found.st_mode):o})" if found.st_mode & _OTHERS else ""
+
+
+def _problem_inside(place: Path) -> str:
+    """The same for what lies in the directory, in which other users may have been able to write before."""
+    if not os.access(place, os.W_OK):
+        return "cannot be written"
+    is_open = place.stat().st_mode & (stat.S_IXGRP | stat.S_IXOTH)
+    waiting = [place]
+    while waiting:
+        try:
+            entries = list(os.scandir(waiting.pop()))
+            for entry in entries:
+                found = entry.stat(follow_symlinks=False)
+                if not _is_owners(found):
+                    return f"contains {entry.path}, which belongs to another user"
+                if is_open and found.st_mode & _OTHERS and not entry.is_symlink():
+                    return f"contains {entry.path}, which others can write"
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append(Path(entry.path))
+        except FileNotFoundError:  # another process has removed it meanwhile
+            continue
+    return ""

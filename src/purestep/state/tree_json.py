@@ -1,0 +1,162 @@
+"""Trees of tensors and plain values as JSON and bytes: for replay files, and for the other processes of a mesh.
+
+Decoding runs and imports nothing, whoever has made the bytes: dicts, lists and tuples come back as such, NamedTuples as
+tuples with the same names, other objects as namespaces. Tensors are checked (`tensor_layout.from_parts`).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import namedtuple
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .. import tree
+from ..errors import StateError
+from ..torch_ext import tensor_layout
+
+_PLAIN = (bool, int, float, str)
+
+
+def encode(path: str, node: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Convert a tree to JSON values.
+
+    Args:
+        path: of the tree, for messages.
+        node: dicts, lists, tuples, NamedTuples, dataclasses and other nodes (`tree.attributes`) of tensors, numeric
+            arrays, numbers, text and None.
+        tensors: gets the bytes of each tensor, on the CPU, by name.
+
+    Raises:
+        StateError: an object cannot be stored; the message has its path.
+
+    Example:
+        >>> decode(encode("batch", {"x": (torch.ones(2), 3)}, held := {}), held)
+        {'x': (tensor([1., 1.]), 3)}
+    """
+    if isinstance(node, Tensor):
+        if not tensor_layout.is_dense(node):
+            return _in_parts(path, node, tensors)
+        return {"tensor": stored(path, node, tensors)}
+    if isinstance(node, np.ndarray) and node.dtype.kind in "biufc":
+        return {"array": stored(path, torch.as_tensor(node), tensors)}
+    if isinstance(node, np.bool_ | np.integer | np.floating):
+        node = node.item()
+    if node is None or type(node) in _PLAIN:
+        return {"value": node}
+    if isinstance(node, Mapping):
+        pairs = cast("Mapping[Any, Any]", node).items()
+        if all(type(key) in _PLAIN for key, _ in pairs):
+            return {"dict": [[key, encode(f"{path}/{key}", child, tensors)] for key, child in pairs]}
+    if isinstance(node, list | tuple):
+        items = cast("list[Any] | tuple[Any, ...]", node)
+        fields: Any = getattr(items, "_fields", None)
+        children = [encode(f"{path}/{index}", child, tensors) for index, child in enumerate(items)]
+        found: dict[str, Any] = {"list" if isinstance(node, list) else "tuple": children}
+        return found if fields is None else {**found, "name": type(items).__name__, "fields": list(fields)}
+    attributes = tree.attributes(node, where=path)
+    if attributes is not None:
+        return {"object": [[name, encode(f"{path}/{name}", child, tensors)] for name, child in attributes.items()]}
+    kind = f"{type(node).__module__}.{type(node).__qualname__}"
+    raise StateError(f"a {kind} cannot be stored", where=path, hint="pass tensors, numbers and text in dicts and lists")
+
+
+def _in_parts(path: str, node: Tensor, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    jagged: Any = node
+    holes = node.layout is torch.jagged and (jagged.lengths() is not None or not node.is_contiguous())
+    if node.is_quantized or holes:
+        kind = "nested tensor with holes, or a transposed one," if holes else "quantized tensor"
+        raise StateError(f"a {kind} cannot be stored", where=path, hint="call .contiguous(), or pass a dense tensor")
+    layout = str(node.layout)[6:]
+    parts = [stored(path, part, tensors) for part in tensor_layout.dense_parts(node)]
+    return {"layout": layout, "parts": parts, "shape": [] if node.is_nested else list(node.shape)}
+
+
+def stored(path: str, leaf: Tensor, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """The entry of a dense tensor, whose bytes ``tensors`` gets.
+
+    Raises:
+        StateError: the tensor is not dense, or on the meta device.
+    """
+    if leaf.layout != torch.strided or leaf.is_quantized or leaf.device.type == "meta":
+        raise StateError(
+            f"a {leaf.layout} tensor on {leaf.device} cannot be stored", where=path, hint="call .to_dense()"
+        )
+    name = f"{len(tensors)}:{path}"  # a key of a dict may contain a slash
+    tensors[name] = tensor_layout.as_bytes(leaf).to("cpu", copy=True)  # as bytes, because the format lacks some dtypes
+    return {
+        "path": path,
+        "name": name,
+        "shape": list(leaf.shape),
+        "dtype": str(leaf.dtype),
+        "stride": list(torch.empty_like(leaf, device="meta").stride()),  # the choice of kernels depends on it
+        "device": leaf.device.type,
+        "crc32": zlib.crc32(tensors[name].numpy().data),
+    }
+
+
+def decode(node: Any, tensors: Mapping[str, Tensor], device: torch.device | str = "cpu") -> Any:
+    """The inverse of `encode`.
+
+    Args:
+        node: its result.
+        tensors: the bytes of each tensor, by name.
+        device: the device for tensors that were not on the CPU.
+
+    Raises:
+        ValueError: the values are not those of `encode`, or a tensor is damaged.
+    """
+    try:
+        return _decoded(node, tensors, device)
+    except (KeyError, TypeError, AttributeError, IndexError, RecursionError, RuntimeError) as error:
+        raise ValueError(f"not a stored tree: {type(error).__name__}: {error}") from error
+
+
+def loaded(entry: dict[str, Any], tensors: Mapping[str, Tensor], device: torch.device | str) -> Tensor:
+    """The tensor of an entry of `stored`, in new memory.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    name = entry["name"]
+    if name not in tensors or zlib.crc32(tensors[name].numpy().data) != entry["crc32"]:
+        raise ValueError(f"{entry['path']} is damaged (its digest differs)")
+    values = tensor_layout.from_bytes(tensors[name], entry["dtype"], entry["shape"])
+    layout = torch.empty_strided(values.shape, entry["stride"], device="meta")
+    if tensor_layout.extent(layout) != values.numel() or tensor_layout.overlaps(layout):
+        raise ValueError(f"{entry['path']}: strides {entry['stride']} of shape {entry['shape']}")
+    target = "cpu" if entry["device"] == "cpu" else device
+    return torch.empty_strided(values.shape, entry["stride"], dtype=values.dtype, device=target).copy_(values)
+
+
+def _decoded(node: dict[str, Any], tensors: Mapping[str, Tensor], device: torch.device | str) -> Any:
+    def leaf(entry: dict[str, Any]) -> Tensor:
+        return loaded(entry, tensors, device)
+
+    def below(child: Any) -> Any:
+        return _decoded(child, tensors, device)
+
+    if "tensor" in node:
+        return leaf(node["tensor"])
+    if "array" in node:
+        return leaf(node["array"]).numpy()
+    if "layout" in node:
+        return tensor_layout.from_parts(node["layout"], [leaf(part) for part in node["parts"]], node["shape"])
+    if "object" in node:
+        return SimpleNamespace(**{name: below(child) for name, child in node["object"]})
+    if "dict" in node:
+        return {key: below(child) for key, child in node["dict"]}
+    if "list" in node:
+        return [below(child) for child in node["list"]]
+    if "tuple" in node:
+        children = tuple(below(child) for child in node["tuple"])
+        if "fields" not in node:
+            return children
+        kind = namedtuple(node["name"], node["fields"])  # pyright: ignore[reportUntypedNamedTuple]  # read from the file
+        return kind(*children)
+    return node["value"]
