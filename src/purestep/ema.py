@@ -23,7 +23,9 @@ class EmaState(NamedTuple):
 
 
 class Average(NamedTuple):
-    """``init(params, buffers) -> state`` and ``update(state, params, buffers, updates) -> state``.
+    """An average of the weights as pure functions.
+
+    ``init(params, buffers) -> state`` and ``update(state, params, buffers, updates) -> state``.
 
     ``first(n)`` is the share that the weights of the first update still have in the average after n updates; None if it
     is unknown. ``in_place`` has the arguments of ``update``, and may write into the memory of the state; its result

@@ -70,7 +70,7 @@ def constant(value: _Finite) -> Schedule:
 
 @known_keywords
 def linear(init_value: _Finite, end_value: _Finite, *, transition_steps: _Updates) -> Schedule:
-    r""":math:`a + (b - a) \, t / T`: a straight line. torch's `LinearLR` with ``total_iters=transition_steps``.
+    r"""A straight line from a to b, :math:`a + (b - a) \, t / T`. torch's `LinearLR`: T is its total_iters.
 
     Args:
         init_value: a, finite.
@@ -88,7 +88,7 @@ def linear(init_value: _Finite, end_value: _Finite, *, transition_steps: _Update
 def polynomial(
     init_value: _Finite, end_value: _Finite, *, transition_steps: _Updates, power: _Positive = 1.0
 ) -> Schedule:
-    r""":math:`b + (a - b) (1 - t / T)^p`. torch's `PolynomialLR` has b = 0.
+    r"""A power of the remaining share, :math:`b + (a - b) (1 - t / T)^p`. torch's `PolynomialLR` has b = 0.
 
     Args:
         init_value: a, finite.
@@ -107,7 +107,7 @@ def polynomial(
 
 @known_keywords
 def cosine(init_value: _Finite, decay_steps: _Updates, *, end_value: _Finite = 0.0) -> Schedule:
-    r""":math:`b + (a - b) (1 + \cos(\pi t / T)) / 2`: half a wave.
+    r"""Half a cosine from a to b, :math:`b + (a - b) (1 + \cos(\pi t / T)) / 2`.
 
     torch's `CosineAnnealingLR` is equal up to ``T_max=decay_steps`` and rises afterwards; this one stays at b.
 
@@ -172,7 +172,7 @@ def exponential(
     staircase: bool = False,
     end_value: _Finite | None = None,
 ) -> Schedule:
-    r""":math:`a \, \gamma^{t / T}`. torch's `ExponentialLR` has T = 1.
+    r"""Exponential decay, :math:`a \, \gamma^{t / T}`. torch's `ExponentialLR` has T = 1.
 
     Args:
         init_value: a, finite.
@@ -295,7 +295,7 @@ def warmup_stable_decay(
 
 @known_keywords
 def step(init_value: _Finite, step_size: _Updates, *, gamma: _Positive = 0.1) -> Schedule:
-    r""":math:`a \, \gamma^{\lfloor t / n \rfloor}`. torch's `StepLR`.
+    r"""A factor every n updates, :math:`a \, \gamma^{\lfloor t / n \rfloor}`. torch's `StepLR`.
 
     Args:
         init_value: a, finite.
@@ -311,7 +311,7 @@ def step(init_value: _Finite, step_size: _Updates, *, gamma: _Positive = 0.1) ->
 
 @known_keywords
 def multistep(init_value: _Finite, milestones: Iterable[int], *, gamma: _Positive = 0.1) -> Schedule:
-    r""":math:`a \, \gamma^{n}`, n the number of milestones reached. torch's `MultiStepLR`.
+    r"""A factor at each milestone, :math:`a \, \gamma^{n}` after n of them. torch's `MultiStepLR`.
 
     Args:
         init_value: a, finite.

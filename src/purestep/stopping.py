@@ -15,6 +15,7 @@ from .errors import ConfigError
 from .state import base_name, check_count, check_range, whole
 
 Mode: TypeAlias = Literal["min", "max"]
+"""Which values are better: lower or higher ones."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,11 @@ def _other_node(old: tree.TreeDef, new: tree.TreeDef, path: str = "state") -> st
 
 
 def unrolled(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that runs the step on each batch of a list and merges the metrics."""
+    """Return a function that runs the step on each batch of a list and merges the metrics.
+
+    Raises:
+        StepContractError: from the function: the step hands out `Loss.outputs`, which cannot be merged.
+    """
 
     def steps(state: Any, batches: Sequence[Any]) -> tuple[Any, Metrics]:
         total: Metrics = {}
