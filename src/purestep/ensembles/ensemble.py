@@ -185,6 +185,9 @@ def _checked(program: Any, members: Any, batches: Any) -> Program:
         )
     if program.static.stream:
         raise ConfigError("the program is distributed", where="ensemble", hint="pass the program of ps.program")
+    if program.static.carry:
+        hint = "train one model, or a model whose forward takes and returns the hidden state"
+        raise ConfigError("the program carries buffers from batch to batch", where="ensemble", hint=hint)
     if program.static.members:
         raise ConfigError("the program is an ensemble", where="ensemble", hint="pass the program of one member")
     check_count("ensemble", least=1, cure="members=8", members=members)
