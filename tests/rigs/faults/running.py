@@ -144,6 +144,7 @@ def read_watched(folder: str, room: int) -> None:
     """
     with Snapshots(folder + ".first") as first:  # what is imported, and compiled, on first use
         first.save(0, state(0), history={"loss": [0.5]})
+    main(["show", folder + ".first", "--verify"])
     main(["report", folder + ".first", "-o", folder + ".first/report.html"])
     used, resident = (int(pages) * resource.getpagesize() for pages in Path("/proc/self/statm").read_text().split()[:2])
     resource.setrlimit(resource.RLIMIT_AS, (used + room, resource.RLIM_INFINITY))
