@@ -91,7 +91,7 @@ Metric: TypeAlias = Callable[[Any, Any], Any]
 
 
 def _refused(*_: Any, **__: Any) -> Any:
-    raise TypeError("this is a shared default: pass ps.Loss(mean, weight, {name: mean}, {name: tensor})")
+    raise TypeError("this is a shared default: pass ps.Loss(mean, weight, {name: mean}), or its outputs")
 
 
 class _NoMetrics(dict[str, Mean]):

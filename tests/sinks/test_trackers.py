@@ -128,7 +128,7 @@ OWNERS = {"mine": ("7", getpass.getuser()), "theirs": ("7", "eve"), "elsewhere":
 def test_an_id_in_a_directory_goes_on_only_with_a_run_of_the_same_project_and_user(
     run_id: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    server, entities = Server(**OWNERS), SimpleNamespace(Param=tuple)
+    server, entities = Server(**OWNERS), SimpleNamespace(Param=lambda *pair: pair)
     sink = trackers.MLflow(server, entities, None, {"experiment": "digits", "name": None, "params": {}})
     (tmp_path / "mlflow_id.txt").write_text(run_id)
     with caplog.at_level(logging.WARNING, "purestep"):
