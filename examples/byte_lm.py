@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import shutil
-import sys
 import sysconfig
 from collections import OrderedDict
 from collections.abc import Callable
@@ -147,8 +146,4 @@ def train(config: Config, mesh: ps.parallel.Mesh) -> float:
 
 
 if __name__ == "__main__":
-    try:
-        main(ps.config.cli(Config, description=str(__doc__).splitlines()[0]))
-    except KeyboardInterrupt:
-        print("interrupted: the same command goes on from here")
-        sys.exit(130)
+    main(ps.config.cli(Config, description=str(__doc__).splitlines()[0]))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import shutil
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -73,24 +72,28 @@ def loss(mean: Tensor, batch: tuple[Tensor]) -> ps.Loss:
 def rivals(config: Config) -> ps.Program:
     """A program whose state is `Rivals`: what each objective needs of the other network arrives as its context."""
 
-    def tell_apart(model: ps.Model, batch: tuple[Tensor], maker: ps.TrainState) -> ps.Loss:
+    def critic_loss_of(model: ps.Model, batch: tuple[Tensor], generator_state: ps.TrainState) -> ps.Loss:
         (real,) = batch
-        fake = generator.bind(maker, view="params")(torch.randn_like(real))
+        fake = generator.bind(generator_state, view="params")(torch.randn_like(real))
         return loss(softplus(-model(real)).mean() + softplus(model(fake)).mean(), batch)
 
-    def deceive(model: ps.Model, batch: tuple[Tensor], judge: ps.TrainState) -> ps.Loss:
+    def generator_loss_of(model: ps.Model, batch: tuple[Tensor], critic_state: ps.TrainState) -> ps.Loss:
         fake = model(torch.randn_like(batch[0]))
-        return loss(softplus(-critic.bind(judge, train=True)(fake)).mean(), batch)
+        return loss(softplus(-critic.bind(critic_state, train=True)(fake)).mean(), batch)
 
     torch.manual_seed(config.seed)
     adam = optim.adam(config.learning_rate, b1=0.5, b2=0.99)
-    generator = ps.program(perceptron(config.width, 2), deceive, adam, ema=0.99)
-    critic = ps.program(perceptron(config.width, 1), tell_apart, adam)
+    generator = ps.program(perceptron(config.width, 2), generator_loss_of, adam, ema=0.99)
+    critic = ps.program(perceptron(config.width, 1), critic_loss_of, adam)
 
     def train_step(state: Rivals, batch: tuple[Tensor]) -> tuple[Rivals, ps.Metrics]:
-        judge, seen = critic.train_step(state.critic, batch, state.generator)
-        maker, made = generator.train_step(state.generator, batch, judge)
-        return Rivals(maker, judge), {"loss": made["loss"], "critic_loss": seen["loss"], "applied": made["applied"]}
+        critic_state, critic_metrics = critic.train_step(state.critic, batch, state.generator)
+        generator_state, generator_metrics = generator.train_step(state.generator, batch, critic_state)
+        return Rivals(generator_state, critic_state), {
+            "loss": generator_metrics["loss"],
+            "critic_loss": critic_metrics["loss"],
+            "applied": generator_metrics["applied"],
+        }
 
     def eval_step(state: Rivals, batch: tuple[Tensor], index: int = 0) -> ps.Metrics:
         """Of the points that the averaged generator makes of this noise, the share near a cluster; clusters found."""
@@ -137,8 +140,4 @@ def main(config: Config) -> float:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)  # kernels this small gain little from a second one, and lose much on a busy machine
-    try:
-        main(ps.config.cli(Config, description=str(__doc__).splitlines()[0]))
-    except KeyboardInterrupt:
-        print("interrupted: the same command goes on from here")
-        sys.exit(130)
+    main(ps.config.cli(Config, description=str(__doc__).splitlines()[0]))

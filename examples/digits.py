@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import shutil
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -134,8 +133,4 @@ def train(config: Config, mesh: ps.parallel.Mesh) -> float:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)  # kernels this small gain little from a second one, and lose much on a busy machine
-    try:
-        main(ps.config.cli(Config, description=str(__doc__).splitlines()[0]))
-    except KeyboardInterrupt:
-        print("interrupted: the same command goes on from here")
-        sys.exit(130)
+    main(ps.config.cli(Config, description=str(__doc__).splitlines()[0]))

@@ -12,7 +12,6 @@ about `test accuracy 91 % with a mean teacher, 87 % from the labels alone`.
 from __future__ import annotations
 
 import shutil
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,9 +59,9 @@ def mean_teacher(config: Config, updates: int) -> ps.Program:
         if not teacher:  # an evaluation
             return supervised(model, batch)
         unlabelled, labelled, labels = batch
-        told = student.bind(teacher[0], view="ema", train=True)(digits.augment(unlabelled)).softmax(dim=1)
-        guess = model(digits.augment(unlabelled)).softmax(dim=1)
-        disagreement = (guess - told).square().mean()  # no gradient reaches the teacher: it is a constant
+        target = student.bind(teacher[0], view="ema", train=True)(digits.augment(unlabelled)).softmax(dim=1)
+        prediction = model(digits.augment(unlabelled)).softmax(dim=1)
+        disagreement = (prediction - target).square().mean()  # no gradient reaches the teacher: it is a constant
         loss = functional.cross_entropy(model(digits.augment(labelled)), labels)
         weight = torch.tensor(float(len(labels)))
         mean = loss + model.values["consistency"] * disagreement
@@ -124,8 +123,4 @@ def main(config: Config) -> tuple[float, float]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)  # kernels this small gain little from a second one, and lose much on a busy machine
-    try:
-        main(ps.config.cli(Config, description=str(__doc__).splitlines()[0]))
-    except KeyboardInterrupt:
-        print("interrupted: the same command goes on from here")
-        sys.exit(130)
+    main(ps.config.cli(Config, description=str(__doc__).splitlines()[0]))

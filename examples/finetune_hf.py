@@ -83,8 +83,8 @@ def rows(files: list[tuple[int, list[str]]], numbers: dict[str, int], config: Co
 
 def unigram_entropy(train: Rows, val: Rows, size: int) -> float:
     """Nats a token of guessing the held-out text by the frequency of its words: what there is to beat."""
-    seen, tokens = (torch.cat([row["input_ids"] for row in part]) for part in (train, val))
-    count = torch.bincount(seen, minlength=size)[1:] + 1.0
+    train_tokens, tokens = (torch.cat([row["input_ids"] for row in part]) for part in (train, val))
+    count = torch.bincount(train_tokens, minlength=size)[1:] + 1.0
     return -(count / count.sum()).log()[tokens[tokens != PAD] - 1].mean().item()
 
 

@@ -121,10 +121,10 @@ def picture(history: dict[str, list[Any]], path: Path) -> None:
 def main(options: Config) -> float:
     """Run the file and each switch, from the file and from code; return the share of them that were identical."""
     file = Path(__file__).with_suffix(".toml")
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         config.from_lightning(config.read(file) | {"max_epoch": 3})
-    print(f"a slip of the pen: {told[0].message}")
+    print(f"a slip of the pen: {caught[0].message}")
     agreed: list[bool] = []
     for name, (settings, fields) in SWITCHES.items():
         epochs = options.switched_epochs if settings else options.epochs

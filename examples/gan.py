@@ -73,32 +73,38 @@ def rivals(
     gradient reaches it, and what a forward pass writes into its buffers is dropped."""
     everywhere = functools.partial(ps.distribute, mesh=mesh or ps.parallel.Mesh(), batchnorm="average")
 
-    def draw(maker: Callable[..., Tensor], digit: Tensor) -> Tensor:
-        return maker(torch.randn(len(digit), config.noise, device=digit.device), digit).sigmoid()
+    def draw(network: Callable[..., Tensor], digit: Tensor) -> Tensor:
+        return network(torch.randn(len(digit), config.noise, device=digit.device), digit).sigmoid()
 
-    def tell_apart(model: ps.Model, batch: tuple[Tensor, Tensor], maker: ps.TrainState) -> ps.Loss:
+    def critic_loss_of(model: ps.Model, batch: tuple[Tensor, Tensor], generator_state: ps.TrainState) -> ps.Loss:
         scans, digit = batch
-        real, fake = model(scans, digit), model(draw(generator.bind(maker, train=True), digit), digit)
+        real, fake = model(scans, digit), model(draw(generator.bind(generator_state, train=True), digit), digit)
         return ps.Loss((softplus(-real) + softplus(fake)).mean(), len(digit), {})
 
-    def deceive(model: ps.Model, batch: tuple[Tensor, Tensor], teller: ps.TrainState) -> ps.Loss:
-        fake = critic.bind(teller, train=True)(draw(model, batch[1]), batch[1])
+    def generator_loss_of(model: ps.Model, batch: tuple[Tensor, Tensor], critic_state: ps.TrainState) -> ps.Loss:
+        fake = critic.bind(critic_state, train=True)(draw(model, batch[1]), batch[1])
         return ps.Loss(softplus(-fake).mean(), len(fake), {})
 
     torch.manual_seed(config.seed)
     rate, calls = config.learning_rate, config.ratio * updates
     falling, rising = schedules.cosine(rate, updates), schedules.warmup_cosine(rate, calls // 20, total=calls)
-    generator = ps.program(Network(config.noise, config.width, 64), deceive, optim.adam(falling, b1=0.5), ema=0.99)
-    critic = ps.program(Network(64, config.width, 1, dropout=0.1), tell_apart, optim.adamw(rising, b1=0.5))
+    generator = ps.program(
+        Network(config.noise, config.width, 64), generator_loss_of, optim.adam(falling, b1=0.5), ema=0.99
+    )
+    critic = ps.program(Network(64, config.width, 1, dropout=0.1), critic_loss_of, optim.adamw(rising, b1=0.5))
     generator, critic = everywhere(generator), everywhere(critic)
 
     def train_step(state: Rivals, batch: Any) -> tuple[Rivals, ps.Metrics]:
-        (maker, teller), told = state, metrics.empty()
+        (generator_state, critic_state), merged = state, metrics.empty()
         for part in parts(batch, config.ratio):
-            teller, seen = critic.train_step(teller, part, maker)
-            told = metrics.merge(told, {"critic_loss": seen["loss"], "critic_lr": seen["lr"]})
-        maker, made = generator.train_step(maker, batch, teller)
-        return Rivals(maker, teller), {"generator_loss": made["loss"], "generator_lr": made["lr"], **told}
+            critic_state, critic_metrics = critic.train_step(critic_state, part, generator_state)
+            merged = metrics.merge(merged, {"critic_loss": critic_metrics["loss"], "critic_lr": critic_metrics["lr"]})
+        generator_state, generator_metrics = generator.train_step(generator_state, batch, critic_state)
+        return Rivals(generator_state, critic_state), {
+            "generator_loss": generator_metrics["loss"],
+            "generator_lr": generator_metrics["lr"],
+            **merged,
+        }
 
     def eval_step(state: Rivals, batch: tuple[Tensor, Tensor]) -> ps.Metrics:
         images = generator.bind(state.generator)(*batch).sigmoid().view(-1, 1, 8, 8)
@@ -142,23 +148,23 @@ def train(config: Config, classify: Callable[[Tensor], Tensor], mesh: ps.paralle
     program = rivals(config, config.epochs * len(data), classify, mesh)
     wishes = torch.randn(2000, config.noise, generator=torch.Generator().manual_seed(0)), torch.arange(2000) % 10
     step = ps.compile_step(program.train_step, donate=True) if config.compile else program.train_step
-    say = print if mesh.rank == 0 else lambda text: None
+    show = print if mesh.rank == 0 else lambda text: None
     with ps.Snapshots(config.runs / "snapshots") as snapshots:  # the loop
         state, rows = program.init(config.seed, ps.auto_device()), []
         if snapshots.steps():
             _, state, rows, *_ = snapshots.restore(state)
         while len(rows) < config.epochs:
-            state, told = ps.run_epoch(state, data, step, epoch=len(rows), seed=config.seed)
+            state, merged = ps.run_epoch(state, data, step, epoch=len(rows), seed=config.seed)
             with torch.no_grad():  # every process scores the same drawings
                 scores = metrics.compute(program.eval_step(state, ps.to_device(wishes, state)))
-            rows.append({"epoch": len(rows) + 1, **metrics.compute(told), **scores})
-            say("  ".join(f"{name} {value:.3g}" for name, value in rows[-1].items()))
+            rows.append({"epoch": len(rows) + 1, **metrics.compute(merged), **scores})
+            show("  ".join(f"{name} {value:.3g}" for name, value in rows[-1].items()))
             snapshots.save(len(rows), state, loop=rows)
     images = program.bind(state.generator)(*ps.to_device(wishes, state)).sigmoid()
     if mesh.rank == 0:
         picture(images, rows, config.runs / "curves.png")
-    say(f"{int(state.generator.updates)} updates of the generator, {int(state.critic.updates)} of the critic")
-    say(f"{100 * rows[-1]['recognised']:.0f} % of the drawings recognised with a confidence above 0.9")
+    show(f"{int(state.generator.updates)} updates of the generator, {int(state.critic.updates)} of the critic")
+    show(f"{100 * rows[-1]['recognised']:.0f} % of the drawings recognised with a confidence above 0.9")
     return rows[-1]["recognised"]
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import shutil
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -168,8 +167,4 @@ def main(config: Config) -> float:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)  # kernels this small gain little from a second one, and lose much on a busy machine
-    try:
-        main(ps.config.cli(Config, description=str(__doc__).splitlines()[0]))
-    except KeyboardInterrupt:
-        print("interrupted: the same command goes on from here")
-        sys.exit(130)
+    main(ps.config.cli(Config, description=str(__doc__).splitlines()[0]))

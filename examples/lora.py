@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import shutil
-import sys
 import sysconfig
 import warnings
 from dataclasses import dataclass
@@ -154,8 +153,4 @@ def main(config: Config) -> tuple[float, float]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)  # kernels this small gain little from a second one, and lose much on a busy machine
-    try:
-        main(ps.config.cli(Config, description=str(__doc__).splitlines()[0]))
-    except KeyboardInterrupt:
-        print("interrupted: the same command goes on from here")
-        sys.exit(130)
+    main(ps.config.cli(Config, description=str(__doc__).splitlines()[0]))

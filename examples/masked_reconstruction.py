@@ -14,7 +14,6 @@ averaged weights, which were scored) and `curves.png`. Expect a last line of abo
 from __future__ import annotations
 
 import shutil
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,7 +102,9 @@ class MaskedAutoencoder(nn.Module):
         return self.decoder(latent), latent, visible.repeat_interleave(size, dim=1)
 
 
-def picture(path: Path, history: dict[str, list[Any]], mean_error: float, x: Tensor, seen: tuple[Tensor, ...]) -> None:
+def picture(
+    path: Path, history: dict[str, list[Any]], mean_error: float, x: Tensor, outputs: tuple[Tensor, ...]
+) -> None:
     """Both losses by epoch beside the error of the mean; one held-out curve, what was shown and what came back."""
     figure = Figure(figsize=(10, 4), layout="constrained")
     losses, example = figure.subplots(1, 2)
@@ -111,7 +112,7 @@ def picture(path: Path, history: dict[str, list[Any]], mean_error: float, x: Ten
         losses.semilogy(history["epoch"], history[name], label=name)
     losses.axhline(mean_error, linestyle="--", color="gray", label="predicting the mean (test)")
     losses.set(xlabel="epoch", ylabel="loss on hidden weeks")
-    recon, _, visible = seen
+    recon, _, visible = outputs
     example.plot(x, color="gray", label="hidden")
     example.plot(torch.where(visible, x, torch.nan), linewidth=3, label="shown")
     example.plot(recon, label="reconstruction")
@@ -177,8 +178,4 @@ def main(config: Config) -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)  # kernels this small gain little from a second one, and lose much on a busy machine
-    try:
-        main(ps.config.cli(Config, description=str(__doc__).splitlines()[0]))
-    except KeyboardInterrupt:
-        print("interrupted: the same command goes on from here")
-        sys.exit(130)
+    main(ps.config.cli(Config, description=str(__doc__).splitlines()[0]))

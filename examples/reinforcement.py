@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import shutil
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,8 +85,8 @@ def objective(config: Config) -> ps.Objective:
         critic = (expected - batch["returns"] / 100).square().mean()
         entropy = -(right * right.exp() + left * left.exp()).mean()
         weight = torch.tensor(float(len(logit)))
-        told = {"critic_loss": metrics.as_mean(critic, weight), "entropy": metrics.as_mean(entropy, weight)}
-        return ps.Loss(policy + critic - config.entropy * entropy, weight, told)
+        parts = {"critic_loss": metrics.as_mean(critic, weight), "entropy": metrics.as_mean(entropy, weight)}
+        return ps.Loss(policy + critic - config.entropy * entropy, weight, parts)
 
     return loss
 
@@ -98,12 +97,12 @@ def play(config: Config, program: ps.Program, state: ps.TrainState, *, greedy: b
     assert program.bind is not None
     model, generator = program.bind(state), ps.rng.generator(state.key, "greedy" if greedy else "play")
     carts = torch.rand(config.carts, 4, generator=generator) * 0.1 - 0.05
-    seen, chosen, played = [], [], []
+    observed, chosen, played = [], [], []
     running = torch.ones(config.carts, dtype=torch.bool)
-    while running.any() and len(seen) < config.steps:
+    while running.any() and len(observed) < config.steps:
         logit, _ = model(carts)
         right = logit > 0 if greedy else torch.rand(config.carts, generator=generator) < logit.sigmoid()
-        for values, value in ((seen, carts), (chosen, right), (played, running)):
+        for values, value in ((observed, carts), (chosen, right), (played, running)):
             values.append(value)
         carts = moved(carts, right)
         running = running & ~has_ended(carts)
@@ -112,7 +111,7 @@ def play(config: Config, program: ps.Program, state: ps.TrainState, *, greedy: b
         left = kept * (1 + config.discount * left)
         returns.append(left)
     kept = torch.stack(played)
-    batch = {"carts": torch.stack(seen), "right": torch.stack(chosen), "returns": torch.stack(returns[::-1])}
+    batch = {"carts": torch.stack(observed), "right": torch.stack(chosen), "returns": torch.stack(returns[::-1])}
     return {name: value[kept] for name, value in batch.items()}, float(kept.sum() / config.carts)
 
 
@@ -141,8 +140,8 @@ def main(config: Config) -> tuple[float, float]:
             _, state, rows, *_ = snapshots.restore(state)
         while len(rows) < config.updates:  # the loop
             batch, steps = play(config, program, state)
-            state, told = program.train_step(state, batch)
-            rows.append({"update": len(rows) + 1, "steps": steps, **metrics.compute(told)})
+            state, parts = program.train_step(state, batch)
+            rows.append({"update": len(rows) + 1, "steps": steps, **metrics.compute(parts)})
             if len(rows) % config.save_every == 0 or len(rows) == config.updates:
                 print(f"update {len(rows)}: {steps:.0f} steps, entropy {rows[-1]['entropy']:.2f}")
                 snapshots.save(len(rows), state, loop=rows)
@@ -154,8 +153,4 @@ def main(config: Config) -> tuple[float, float]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)  # kernels this small gain little from a second one, and lose much on a busy machine
-    try:
-        main(ps.config.cli(Config, description=str(__doc__).splitlines()[0]))
-    except KeyboardInterrupt:
-        print("interrupted: the same command goes on from here")
-        sys.exit(130)
+    main(ps.config.cli(Config, description=str(__doc__).splitlines()[0]))

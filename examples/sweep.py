@@ -11,7 +11,6 @@ where it was. Expect a last line in which the ensemble is right more often than 
 from __future__ import annotations
 
 import shutil
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -128,8 +127,4 @@ def _spread(std: Tensor, right: Tensor) -> str:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)  # kernels this small gain little from a second one, and lose much on a busy machine
-    try:
-        main(ps.config.cli(Config, description=str(__doc__).splitlines()[0]))
-    except KeyboardInterrupt:
-        print("interrupted: the same command goes on from here")
-        sys.exit(130)
+    main(ps.config.cli(Config, description=str(__doc__).splitlines()[0]))

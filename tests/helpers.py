@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import dataloader
 
-from purestep import tree
+from purestep import optim, tree
 
 
 def assert_trees_close(
@@ -56,6 +57,27 @@ def count_graphs() -> Iterator[Callable[[], int]]:
 
     before = counters["stats"]["unique_graphs"]
     yield lambda: counters["stats"]["unique_graphs"] - before
+
+
+def optimizers_left_out(rows: Iterable[Callable[[], Any]]) -> list[str]:
+    """Functions of `optim` that make a transform, and that no row of a table calls, itself or by a function in the row.
+
+    Each table of laws and of numbers of all optimizers has a test that finds none.
+    """
+    makers = {name: make for name, make in vars(optim).items() if inspect.isfunction(make)}
+    called: set[str] = set()
+    left: list[Callable[..., Any]] = list(rows)
+    while left:
+        make = inspect.unwrap(left.pop())
+        found = set(make.__code__.co_names) - called
+        called |= found
+        known = {**vars(inspect.getmodule(make)), **makers}
+        left += [known[name] for name in found if inspect.isfunction(known.get(name))]
+    return sorted(
+        name
+        for name, make in makers.items()
+        if name not in called and inspect.signature(make).return_annotation in ("Transform", optim.Transform)
+    )
 
 
 class Problem(NamedTuple):

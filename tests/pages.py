@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,11 +20,13 @@ class Block(NamedTuple):
 
     line: int  # of its fence, from 1
     code: str
-    marker: str  # what follows "python" on the fence: nothing, or "no-run: <reason>"
+    marker: str  # what follows "python" on the fence: nothing, "no-run: <reason>" or "needs: <package>"
 
     @property
     def runs(self) -> bool:
-        return not self.marker.startswith("no-run:")
+        """A block that needs a package runs where that is installed."""
+        package = self.marker.removeprefix("needs: ")
+        return not self.marker or (package != self.marker and importlib.util.find_spec(package) is not None)
 
 
 def blocks(text: str) -> list[Block]:
@@ -60,7 +63,7 @@ def wrong_blocks(text: str) -> list[str]:
     """Markers that do not exist, reasons that are missing, and blocks that are not Python."""
     found = []
     for block in blocks(text):
-        if block.marker and not re.fullmatch(r"no-run: \S.*", block.marker):
+        if block.marker and not re.fullmatch(r"no-run: \S.*|needs: \w+", block.marker):
             found.append(f"line {block.line}: unknown marker {block.marker!r}: write ```python no-run: REASON")
         try:
             compile(block.code, "block", "exec", dont_inherit=True)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from purestep import stopping
 from purestep.errors import ConfigError
-from purestep.stopping import EarlyStopping, Plateau, Record
+from purestep.stopping import EarlyStopping, Record
 
 VALUES = st.lists(st.floats(allow_nan=True, allow_infinity=True, width=32), max_size=30)
 
@@ -119,8 +119,7 @@ def test_the_best_is_the_first_smallest_finite_value(values: list[float]):
 def test_a_record_holds_plain_numbers_of_a_tensor():
     value: Any = torch.tensor(0.5)
     record = Record().after(value, epoch=1, mode="min")
-    plateau = stopping.PlateauRecord().after(value, rule=Plateau(), mode="min")
-    assert [type(each) for each in (record.best, record.reference, plateau.best)] == [float] * 3
+    assert [type(each) for each in (record.best, record.reference)] == [float] * 2
 
 
 def test_observing_leaves_the_record_as_it_was():
@@ -150,50 +149,8 @@ def test_of_any_other_name_the_direction_is_asked_for(name: str):
         (EarlyStopping, {"patience": 1, "min_delta": -1.0}, r"min_delta=-1\.0 must be a finite number of at least 0"),
         (EarlyStopping, {"patience": 1, "min_delta": math.nan}, "min_delta=nan must be a finite number"),
         (EarlyStopping, {"patience": 1, "start_ratio": 1.5}, r"start_ratio=1\.5 must be in \[0, 1\]"),
-        (Plateau, {"factor": 1.0}, r"factor=1\.0 must be in \(0, 1\)"),
-        (Plateau, {"patience": -1}, "patience=-1 must be an int of at least 0"),
-        (Plateau, {"threshold_mode": "relative"}, "threshold_mode='relative'"),
-        (Plateau, {"cooldown": -1}, "cooldown=-1 must be an int"),
-        (Plateau, {"min_scale": 2}, r"min_scale=2 must be in \[0, 1\]"),
     ],
 )
 def test_numbers_out_of_range_are_refused(make: Any, kwargs: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message):
         make(**kwargs)
-
-
-def torch_scales(values: Sequence[float], mode: stopping.Mode, **kwargs: Any) -> list[float]:
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode, eps=0.0, **kwargs)
-    scales = []
-    for value in values:
-        scheduler.step(value)
-        scales.append(optimizer.param_groups[0]["lr"])
-    return scales
-
-
-def our_scales(values: Sequence[float], mode: stopping.Mode, rule: Plateau) -> list[float]:
-    record, scales = stopping.PlateauRecord(), []
-    for value in values:
-        record = record.after(value, rule=rule, mode=mode)
-        scales.append(record.scale)
-    return scales
-
-
-@settings(deadline=None)
-@given(
-    values=st.lists(st.floats(-10, 10) | st.just(math.nan), max_size=40),
-    mode=st.sampled_from(["min", "max"]),
-    patience=st.integers(0, 3),
-    cooldown=st.integers(0, 3),
-    threshold_mode=st.sampled_from(["rel", "abs"]),
-)
-def test_the_plateau_lowers_when_torch_does(values: list[float], mode: Any, threshold_mode: Any, **counts: int):
-    kwargs: dict[str, Any] = {"factor": 0.5, "threshold": 0.1, "threshold_mode": threshold_mode, **counts}
-    ours = our_scales(values, mode, Plateau(**kwargs, min_scale=0.1))
-    assert ours == torch_scales(values, mode, **kwargs, min_lr=0.1)
-
-
-def test_a_plateau_that_waits_one_epoch_longer_is_caught_by_the_comparison():
-    values, late = [1.0] * 6, Plateau(patience=2)
-    assert our_scales(values, "min", late) != torch_scales(values, "min", patience=1)

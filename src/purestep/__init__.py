@@ -44,11 +44,9 @@ from . import ema as ema
 from . import errors as errors
 from . import metrics as metrics
 from . import optim as optim
-from . import precision as precision
 from . import rng as rng
 from . import scaler as scaler
 from . import schedules as schedules
-from . import stopping as stopping
 from . import tree as tree
 from .objective import hf_loss as hf_loss
 from .objective import masked_mse as masked_mse

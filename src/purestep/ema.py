@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .errors import ConfigError
 from .state import check_choice, check_range, is_count, known_keywords, views
-from .torch_ext import Value, foreach, read, tracing
+from .torch_ext import Value, complex_numbers, foreach, read, tracing
 from .types import Empty, Params, Tree
 
 
@@ -23,7 +23,9 @@ class EmaState(NamedTuple):
 
 
 class Average(NamedTuple):
-    """``init(params, buffers) -> state`` and ``update(state, params, buffers, updates) -> state``.
+    """An average of the weights as pure functions.
+
+    ``init(params, buffers) -> state`` and ``update(state, params, buffers, updates) -> state``.
 
     ``first(n)`` is the share that the weights of the first update still have in the average after n updates; None if it
     is unknown. ``in_place`` has the arguments of ``update``, and may write into the memory of the state; its result
@@ -204,7 +206,7 @@ def _lerp_all(olds: Params, news: Params, weight: Value, in_place: bool) -> Para
     old, new = list(olds.values()), [news[name] for name in olds]
     if len(old) > 0 and not isinstance(weight, Tensor) and _of_one_kind(old + new):  # torch 2.11: no bool of a list
         return dict(zip(olds, foreach.lerp(old, new, weight, in_place=in_place), strict=True))
-    dtypes = dict.fromkeys(leaf.dtype for leaf in old if leaf.is_floating_point())
+    dtypes = dict.fromkeys(leaf.dtype for leaf in map(complex_numbers.as_real, old) if leaf.is_floating_point())
     # Once per dtype, not once per leaf.
     weights = {dtype: weight.to(dtype) if isinstance(weight, Tensor) else weight for dtype in dtypes}
     return {name: _lerp(old, news[name], weights) for name, old in olds.items()}
@@ -227,6 +229,9 @@ def _of_one_kind(leaves: list[Tensor]) -> bool:
 
 
 def _lerp(old: Tensor, new: Tensor, weights: Mapping[torch.dtype, Value]) -> Tensor:
+    if old.is_complex():
+        parts = [complex_numbers.as_real(leaf) for leaf in (old, new.to(old.dtype))]
+        return complex_numbers.like(_lerp(parts[0], parts[1], weights), old)
     if not old.is_floating_point():
         return new.clone()
     return torch.lerp(old, new.to(old.dtype), weights[old.dtype])

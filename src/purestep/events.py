@@ -35,12 +35,19 @@ class Stop:
 
 
 class Position(NamedTuple):
-    """The present position of a run."""
+    """The present position of a run.
 
-    loader: str  # "train", or the evaluation in progress
-    epoch: int  # completed epochs
-    batch: int  # completed batches of that loader, in this epoch or evaluation
-    updates: int = 0  # optimizer updates so far, including those whose metrics have not arrived
+    Args:
+        loader: "train", or the evaluation in progress.
+        epoch: completed epochs.
+        batch: completed batches of that loader, in this epoch or evaluation.
+        updates: optimizer updates so far, including those whose metrics have not arrived.
+    """
+
+    loader: str
+    epoch: int
+    batch: int
+    updates: int = 0
 
 
 def _at_the_start() -> Position:
@@ -49,47 +56,83 @@ def _at_the_start() -> Position:
 
 @dataclass(frozen=True, slots=True)
 class FitStart:
-    """Once, after restoring. ``epoch`` and ``updates`` count what is already done. ``position()`` may be called at any
-    time of the run, from any thread."""
+    """Sent once, after restoring.
+
+    Args:
+        state: the state that training starts with.
+        epoch: completed epochs.
+        updates: optimizer updates done.
+        epochs: the limit of this run in epochs; None without one.
+        steps: the limit of this run in updates; None without one.
+        batches: calls of the step in an epoch, by ``len(loader)``; None without a length.
+        directory: of the snapshots; None without them.
+        resumed: the run continues from a snapshot.
+        history: the history of the run so far.
+        position: returns the present `Position`, at any time of the run and from any thread.
+        view: "ema" or "params": the weights that are evaluated, of a state with an average.
+    """
 
     state: Tree
     epoch: int
     updates: int
-    epochs: int | None  # the limits of this run, None without one
+    epochs: int | None
     steps: int | None
-    batches: int | None  # micro-batches per epoch by len(loader), None without a length
-    directory: Path | None  # of the snapshots
+    batches: int | None
+    directory: Path | None
     resumed: bool
-    history: Mapping[str, list[Any]] = field(default_factory=dict[str, list[Any]])  # of the run so far
+    history: Mapping[str, list[Any]] = field(default_factory=dict[str, list[Any]])
     position: Callable[[], Position] = _at_the_start
-    view: str | None = None  # "ema" or "params": what is evaluated, of a state with an average
+    view: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StepEnd:
-    """After every call of train_step or flush that closed an accumulation window. ``metrics`` are on the device."""
+    """Sent after every call of train_step or flush that closed an accumulation window.
+
+    Args:
+        state: the state after the update. A donated step overwrites it: keep ``ps.clone(event.state)``.
+        metrics: of this call, on the device; ``float(...)`` waits for it.
+        batch: the batch of this call, on the device.
+        epoch: completed epochs: 0 in the first one.
+        batch_index: the number of the batch in its epoch, from 0.
+        updates: optimizer updates, including those whose metrics have not arrived, which the step may have refused.
+        outputs: `Loss.outputs` of this call, on the device; the run does not keep them.
+    """
 
     state: Tree
     metrics: Metrics
     batch: Any
-    epoch: int  # 0-based: completed epochs
-    batch_index: int  # 0-based within the epoch
-    updates: int  # including those whose metrics have not arrived, which the step may have refused
+    epoch: int
+    batch_index: int
+    updates: int
+    outputs: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 class Histogram(NamedTuple):
-    """The finite numbers of a tensor, by size."""
+    """The finite numbers of a tensor, by size.
 
-    counts: Any  # numpy, shape=(64,), float64
-    edges: Any  # numpy, shape=(65,), float64: rising
-    total: float  # the sum of the numbers
-    squares: float  # the sum of their squares
+    Args:
+        counts: numbers in each bin: numpy, shape=(64,), float64.
+        edges: the bounds of the bins, rising: numpy, shape=(65,), float64.
+        total: the sum of the numbers.
+        squares: the sum of their squares.
+    """
+
+    counts: Any
+    edges: Any
+    total: float
+    squares: float
 
 
 @dataclass(frozen=True, slots=True)
 class Histograms:
-    """Every ``histograms`` updates: ``weights/<name>`` after the update, ``updates/<name>``, by which it changed them,
-    and ``gradients/<name>`` of its batch, before the transform."""
+    """Sent every ``histograms`` updates.
+
+    Args:
+        updates: optimizer updates done.
+        values: ``weights/<name>`` after the update, ``updates/<name>``, by which it changed them, and
+            ``gradients/<name>`` of its batch, before the transform.
+    """
 
     updates: int
     values: Mapping[str, Histogram]
@@ -97,19 +140,35 @@ class Histograms:
 
 @dataclass(frozen=True, slots=True)
 class Logged:
-    """Every ``log_every`` updates: means since the last one, read back late so that no step waits. An interrupted run
-    that goes on has the same values as the whole one."""
+    """Sent every ``log_every`` updates, some calls late, so that no step waits for its metrics.
+
+    Args:
+        epoch: completed epochs.
+        updates: the update at which the values end.
+        values: means since the last event of this kind: ``train_loss``, ``lr``, ``grad_norm``, ... A resumed run has
+            the values of the whole run.
+        steps_per_second: updates in a second.
+        wait_fraction: share of the time spent waiting for data, in [0, 1].
+    """
 
     epoch: int
     updates: int
-    values: Mapping[str, float]  # train_loss, lr, grad_norm, ...
+    values: Mapping[str, float]
     steps_per_second: float
-    wait_fraction: float  # share of the time spent waiting for data, in [0, 1]
+    wait_fraction: float
 
 
 @dataclass(frozen=True, slots=True)
 class EvalStepEnd:
-    """After every batch of an evaluation."""
+    """Sent after every batch of an evaluation.
+
+    Args:
+        state: the state that is evaluated.
+        loader: the name of the loader.
+        metrics: of this batch, on the device.
+        batch: the batch, on the device.
+        index: its number, from 0.
+    """
 
     state: Tree
     loader: str
@@ -120,7 +179,14 @@ class EvalStepEnd:
 
 @dataclass(frozen=True, slots=True)
 class EvalEnd:
-    """After an evaluation: its metrics, with the loader's name before theirs (``val_loss``)."""
+    """Sent after an evaluation.
+
+    Args:
+        loader: the name of the loader.
+        epoch: completed epochs.
+        updates: optimizer updates done.
+        values: the metrics, each with the name of the loader before its own (``val_loss``).
+    """
 
     loader: str
     epoch: int
@@ -130,21 +196,35 @@ class EvalEnd:
 
 @dataclass(frozen=True, slots=True)
 class EpochEnd:
-    """After training, flush, evaluation, history, best and early stopping of an epoch (or interval), before its
-    snapshot. ``record`` is the row of the history: epoch (1-based), train_loss, val_loss, lr, ..."""
+    """Sent at the end of an epoch or interval: after evaluation and early stopping, before the snapshot.
+
+    Args:
+        state: the state after the epoch.
+        epoch: completed epochs, so 1 after the first.
+        updates: optimizer updates done.
+        record: the row of the history: epoch (from 1), train_loss, val_loss, lr, ... None: not evaluated here.
+        improved: the row is the best one so far, by ``monitor``.
+        stopping: the reason, if the run ends here. Not "max_time", which is checked later.
+        steps_per_second: updates in a second since the last row, without the time of evaluations; 0.0 without updates.
+    """
 
     state: Tree
-    epoch: int  # completed epochs, so 1 after the first
+    epoch: int
     updates: int
     record: Mapping[str, float | int | None]
     improved: bool
-    stopping: str | None  # the reason, if the run ends here; not max_time, which is checked later
-    steps_per_second: float = 0.0  # updates since the last row, without the time of evaluations; 0.0 if there are none
+    stopping: str | None
+    steps_per_second: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """After a snapshot was handed to the writer."""
+    """Sent after a snapshot was handed to the writer.
+
+    Args:
+        step: the name of the snapshot: calls of the step in this run.
+        path: its directory.
+    """
 
     step: int
     path: Path
@@ -152,7 +232,15 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class FitEnd:
-    """Once, whatever ended the run. ``error`` is the exception, if one did."""
+    """Sent once, at the end of the run.
+
+    Args:
+        state: the last state.
+        reason: as `FitResult.stop_reason`.
+        history: of the whole run.
+        best: as `FitResult.best`.
+        error: the exception that ended the run, or None.
+    """
 
     state: Tree
     reason: str
@@ -162,4 +250,6 @@ class FitEnd:
 
 
 Event: TypeAlias = FitStart | StepEnd | Histograms | Logged | EvalStepEnd | EvalEnd | EpochEnd | Saved | FitEnd
+"""Any event."""
 Callback: TypeAlias = Callable[[Any], Any]
+"""A callback: ``f(event)`` returns None, a new state, or `Stop`."""

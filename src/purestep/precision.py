@@ -31,6 +31,7 @@ class Policy(NamedTuple):
 
     def cast(self, batch: Tree) -> Tree:
         """Cast floating tensors to the dtype of the weights, for ``-true`` precisions; leave other leaves unchanged.
+        The parts of a complex tensor are then of at least float32.
 
         Example:
             >>> [leaf.dtype for leaf in policy("bf16-true").cast((torch.ones(2), torch.arange(2)))]
@@ -41,6 +42,8 @@ class Policy(NamedTuple):
         dtype = self.weights
 
         def leaf(value: Any) -> Any:
+            if isinstance(value, torch.Tensor) and value.is_complex():
+                return value.to(torch.complex128 if dtype == torch.float64 else torch.complex64)
             floating = isinstance(value, torch.Tensor) and value.is_floating_point()
             return value.to(dtype) if floating else value
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .errors import ConfigError
-from .state import is_count, known_keywords
+from .state import at_least, in_range, known_keywords
 from .types import Empty, Tree
 
 
@@ -55,12 +54,12 @@ def none() -> Scaler:
 
 @known_keywords
 def dynamic(
-    init_scale: float = 2.0**16,
+    init_scale: Annotated[float, in_range(0.0)] = 2.0**16,
     *,
-    growth_factor: float = 2.0,
-    backoff_factor: float = 0.5,
-    growth_interval: int = 2000,
-    min_scale: float = 2.0**-14,
+    growth_factor: Annotated[float, in_range(1.0)] = 2.0,
+    backoff_factor: Annotated[float, in_range(0.0, 1.0)] = 0.5,
+    growth_interval: Annotated[int, at_least(1)] = 2000,
+    min_scale: Annotated[float, in_range(0.0, ends="[)")] = 2.0**-14,
 ) -> Scaler:
     """Multiply the loss by a scale that halves when a gradient overflows and doubles after many finite updates.
 
@@ -86,16 +85,9 @@ def dynamic(
         >>> state.scale.item()
         4.0
     """
-    # Comparisons with nan are False, so nan is refused.
-    factors = growth_factor > 1 and 0 < backoff_factor < 1
-    if not (0 < init_scale < math.inf and factors and is_count(growth_interval, 1) and 0 <= min_scale <= init_scale):
-        raise ConfigError(
-            f"init_scale={init_scale}, growth_factor={growth_factor}, backoff_factor={backoff_factor}, "
-            f"growth_interval={growth_interval}, min_scale={min_scale}",
-            where="scaler",
-            hint="init_scale > 0, growth_factor > 1, 0 < backoff_factor < 1, growth_interval=2000, "
-            "0 <= min_scale <= init_scale",
-        )
+    if min_scale > init_scale:
+        what = f"min_scale={min_scale} is more than init_scale={init_scale}"
+        raise ConfigError(what, where="dynamic", hint=f"min_scale={init_scale}")
 
     def init(device: torch.device) -> ScalerState:
         scale = torch.tensor(init_scale, dtype=torch.float32, device=device)

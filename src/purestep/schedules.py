@@ -5,7 +5,8 @@ schedule. Past its end a schedule keeps its last value. The result is float64 (f
 and a 0-d tensor does not promote the tensors that it multiplies. Argument names are those of optax or, for schedules
 that optax does not have, of `torch.optim.lr_scheduler`.
 
-A schedule reads no value back to the host, so one graph contains the whole warm-up and decay.
+A factory raises a ConfigError if a number is out of the range in the argument's type. A schedule reads no value back to
+the host, so one graph contains the whole warm-up and decay.
 
 Reading order: along a curve; constant or interpolated values between given counts; a sequence of schedules, schedules
 by epoch, torch's schedulers; interpolation between two values.
@@ -18,7 +19,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,11 +28,13 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from .errors import ConfigError
 from .state import (
+    at_least,
     check_callable,
     check_choice,
     check_count,
     check_finite,
-    check_positive,
+    check_range,
+    in_range,
     is_number,
     known_keywords,
     listed,
@@ -43,53 +46,49 @@ Schedule: TypeAlias = Callable[[_Count], Tensor]
 """Count of updates -> value, shape=()."""
 _AnySchedule: TypeAlias = Callable[[Tensor], Tensor]
 """A schedule, or a user's function of the count, which need not accept a Python int."""
+_Finite: TypeAlias = Annotated[float, in_range()]
+_Positive: TypeAlias = Annotated[float, in_range(0.0)]
+_Updates: TypeAlias = Annotated[int, at_least(1)]
 
 
 # --- along a curve ----------------------------------------------------------------------------------------------------
 
 
 @known_keywords
-def constant(value: float) -> Schedule:
+def constant(value: _Finite) -> Schedule:
     """Return ``value`` at every count.
 
     Args:
         value: finite.
 
-    Raises:
-        ConfigError: a number is out of range.
-
     Example:
         >>> float(constant(0.1)(7))
         0.1
     """
-    check_finite("constant", value=value)
     return lambda count: torch.full_like(_count_as_float(count), value)
 
 
 @known_keywords
-def linear(init_value: float, end_value: float, *, transition_steps: int) -> Schedule:
-    r""":math:`a + (b - a) \, t / T`: a straight line. torch's `LinearLR` with ``total_iters=transition_steps``.
+def linear(init_value: _Finite, end_value: _Finite, *, transition_steps: _Updates) -> Schedule:
+    r"""A straight line from a to b, :math:`a + (b - a) \, t / T`. torch's `LinearLR`: T is its total_iters.
 
     Args:
         init_value: a, finite.
         end_value: b, finite.
         transition_steps: T, updates, at least 1.
 
-    Raises:
-        ConfigError: a number is out of range.
-
     Example:
         >>> [float(linear(0.0, 1.0, transition_steps=4)(t)) for t in (0, 1, 4, 9)]
         [0.0, 0.25, 1.0, 1.0]
     """
-    check_finite("linear", init_value=init_value, end_value=end_value)
-    check_count("linear", least=1, transition_steps=transition_steps)
     return lambda count: _line(init_value, end_value, _progress(_count_as_float(count), transition_steps))
 
 
 @known_keywords
-def polynomial(init_value: float, end_value: float, *, transition_steps: int, power: float = 1.0) -> Schedule:
-    r""":math:`b + (a - b) (1 - t / T)^p`. torch's `PolynomialLR` has b = 0.
+def polynomial(
+    init_value: _Finite, end_value: _Finite, *, transition_steps: _Updates, power: _Positive = 1.0
+) -> Schedule:
+    r"""A power of the remaining share, :math:`b + (a - b) (1 - t / T)^p`. torch's `PolynomialLR` has b = 0.
 
     Args:
         init_value: a, finite.
@@ -97,24 +96,18 @@ def polynomial(init_value: float, end_value: float, *, transition_steps: int, po
         transition_steps: T, updates, at least 1.
         power: p > 0.
 
-    Raises:
-        ConfigError: a number is out of range.
-
     Example:
         >>> [float(polynomial(1.0, 0.0, transition_steps=4, power=2.0)(t)) for t in (0, 2, 4)]
         [1.0, 0.25, 0.0]
     """
-    check_finite("polynomial", init_value=init_value, end_value=end_value)
-    check_count("polynomial", least=1, transition_steps=transition_steps)
-    check_positive("polynomial", power=power)
     return lambda count: _line(
         end_value, init_value, (1.0 - _progress(_count_as_float(count), transition_steps)) ** power
     )
 
 
 @known_keywords
-def cosine(init_value: float, decay_steps: int, *, end_value: float = 0.0) -> Schedule:
-    r""":math:`b + (a - b) (1 + \cos(\pi t / T)) / 2`: half a wave.
+def cosine(init_value: _Finite, decay_steps: _Updates, *, end_value: _Finite = 0.0) -> Schedule:
+    r"""Half a cosine from a to b, :math:`b + (a - b) (1 + \cos(\pi t / T)) / 2`.
 
     torch's `CosineAnnealingLR` is equal up to ``T_max=decay_steps`` and rises afterwards; this one stays at b.
 
@@ -123,9 +116,6 @@ def cosine(init_value: float, decay_steps: int, *, end_value: float = 0.0) -> Sc
         decay_steps: T, updates, at least 1.
         end_value: b, finite.
 
-    Raises:
-        ConfigError: a number is out of range.
-
     References:
         Loshchilov and Hutter, 2017, SGDR (without the restarts).
 
@@ -133,13 +123,11 @@ def cosine(init_value: float, decay_steps: int, *, end_value: float = 0.0) -> Sc
         >>> [round(float(cosine(1.0, 4)(t)), 4) for t in (0, 2, 4, 9)]
         [1.0, 0.5, 0.0, 0.0]
     """
-    check_finite("cosine", init_value=init_value, end_value=end_value)
-    check_count("cosine", least=1, decay_steps=decay_steps)
     return lambda count: _half_cosine(init_value, end_value, _progress(_count_as_float(count), decay_steps))
 
 
 @known_keywords
-def warm_restarts(init_value: float, T_0: int, *, T_mult: int = 1, eta_min: float = 0.0) -> Schedule:
+def warm_restarts(init_value: _Finite, T_0: _Updates, *, T_mult: _Updates = 1, eta_min: _Finite = 0.0) -> Schedule:
     r"""Repeat half a cosine from ``init_value`` to ``eta_min``. torch's `CosineAnnealingWarmRestarts`.
 
     Cycle n has :math:`T_0 \, m^n` updates; each starts at ``init_value``. A warm-up is a `join` with a `linear`.
@@ -150,9 +138,6 @@ def warm_restarts(init_value: float, T_0: int, *, T_mult: int = 1, eta_min: floa
         T_mult: m, a whole number of at least 1: the length of a cycle divided by that of the cycle before.
         eta_min: finite; the value that a cycle falls to, which the next one replaces by ``init_value``.
 
-    Raises:
-        ConfigError: a number is out of range.
-
     References:
         Loshchilov and Hutter, 2017, SGDR: Stochastic Gradient Descent with Warm Restarts.
 
@@ -160,8 +145,6 @@ def warm_restarts(init_value: float, T_0: int, *, T_mult: int = 1, eta_min: floa
         >>> [round(float(warm_restarts(1.0, 2, T_mult=2)(t)), 4) for t in (0, 1, 2, 4, 6)]
         [1.0, 0.5, 1.0, 0.5, 1.0]
     """
-    check_finite("warm_restarts", init_value=init_value, eta_min=eta_min)
-    check_count("warm_restarts", least=1, T_0=T_0, T_mult=T_mult)
 
     def schedule(count: _Count) -> Tensor:
         t = _count_as_float(count)
@@ -182,14 +165,14 @@ def _cycle_begin(n: Tensor, first: int, factor: int) -> Tensor:
 
 @known_keywords
 def exponential(
-    init_value: float,
-    gamma: float,
+    init_value: _Finite,
+    gamma: _Positive,
     *,
-    transition_steps: int = 1,
+    transition_steps: _Updates = 1,
     staircase: bool = False,
-    end_value: float | None = None,
+    end_value: _Finite | None = None,
 ) -> Schedule:
-    r""":math:`a \, \gamma^{t / T}`. torch's `ExponentialLR` has T = 1.
+    r"""Exponential decay, :math:`a \, \gamma^{t / T}`. torch's `ExponentialLR` has T = 1.
 
     Args:
         init_value: a, finite.
@@ -198,16 +181,10 @@ def exponential(
         staircase: round the exponent down.
         end_value: a lower bound for gamma < 1, else an upper bound. None: no bound.
 
-    Raises:
-        ConfigError: a number is out of range.
-
     Example:
         >>> [float(exponential(1.0, 0.5, end_value=0.2)(t)) for t in (0, 1, 2, 3)]
         [1.0, 0.5, 0.25, 0.2]
     """
-    check_finite("exponential", init_value=init_value, end_value=0.0 if end_value is None else end_value)
-    check_positive("exponential", gamma=gamma)
-    check_count("exponential", least=1, transition_steps=transition_steps)
 
     def schedule(count: _Count) -> Tensor:
         exponent = _count_as_float(count) / transition_steps
@@ -220,7 +197,9 @@ def exponential(
 
 
 @known_keywords
-def warmup_cosine(peak: float, warmup: int, *, total: int, end: float = 0.0, start: float = 0.0) -> Schedule:
+def warmup_cosine(
+    peak: _Finite, warmup: Annotated[int, at_least(0)], *, total: _Updates, end: _Finite = 0.0, start: _Finite = 0.0
+) -> Schedule:
     """Linear warm-up from ``start`` to ``peak`` over ``warmup`` updates, then half a cosine to ``end`` at ``total``.
 
     The first update uses ``start``, as in optax and Hugging Face.
@@ -233,15 +212,12 @@ def warmup_cosine(peak: float, warmup: int, *, total: int, end: float = 0.0, sta
         start: finite.
 
     Raises:
-        ConfigError: a number is out of range, or the warm-up does not end before ``total``.
+        ConfigError: the warm-up does not end before ``total``.
 
     Example:
         >>> [round(float(warmup_cosine(1.0, 2, total=6)(t)), 4) for t in (0, 1, 2, 4, 6)]
         [0.0, 0.5, 1.0, 0.5, 0.0]
     """
-    check_finite("warmup_cosine", peak=peak, end=end, start=start)
-    check_count("warmup_cosine", least=0, warmup=warmup)
-    check_count("warmup_cosine", least=1, total=total)
     if warmup >= total:
         raise ConfigError(
             f"warmup={warmup} leaves no updates of total={total} for the decay",
@@ -259,13 +235,13 @@ def warmup_cosine(peak: float, warmup: int, *, total: int, end: float = 0.0, sta
 
 @known_keywords
 def warmup_stable_decay(
-    peak: float,
-    warmup: int,
+    peak: _Finite,
+    warmup: Annotated[int, at_least(0)],
     *,
-    decay: int,
-    total: int,
-    end: float = 0.0,
-    start: float = 0.0,
+    decay: _Updates,
+    total: _Updates,
+    end: _Finite = 0.0,
+    start: _Finite = 0.0,
     shape: Literal["linear", "cosine", "sqrt"] = "linear",
 ) -> Schedule:
     """Linear warm-up over ``warmup`` updates, a constant phase, and a decay over the last ``decay`` of ``total``.
@@ -283,7 +259,7 @@ def warmup_stable_decay(
             ``"sqrt"`` 1 - sqrt(s).
 
     Raises:
-        ConfigError: a number is out of range, the phases do not fit into ``total``, or the shape is unknown.
+        ConfigError: the phases do not fit into ``total``, or the shape is unknown.
 
     References:
         Hu et al., 2024, MiniCPM; ``"sqrt"``: Hägele et al., 2024, Scaling laws and compute-optimal training beyond
@@ -293,9 +269,6 @@ def warmup_stable_decay(
         >>> [float(warmup_stable_decay(1.0, 2, decay=2, total=8)(t)) for t in (1, 2, 6, 7, 8)]
         [0.5, 1.0, 1.0, 0.5, 0.0]
     """
-    check_finite("warmup_stable_decay", peak=peak, end=end, start=start)
-    check_count("warmup_stable_decay", least=0, warmup=warmup)
-    check_count("warmup_stable_decay", least=1, decay=decay, total=total)
     if warmup + decay > total:
         raise ConfigError(
             f"warmup={warmup} and decay={decay} are more than total={total}",
@@ -321,30 +294,24 @@ def warmup_stable_decay(
 
 
 @known_keywords
-def step(init_value: float, step_size: int, *, gamma: float = 0.1) -> Schedule:
-    r""":math:`a \, \gamma^{\lfloor t / n \rfloor}`. torch's `StepLR`.
+def step(init_value: _Finite, step_size: _Updates, *, gamma: _Positive = 0.1) -> Schedule:
+    r"""A factor every n updates, :math:`a \, \gamma^{\lfloor t / n \rfloor}`. torch's `StepLR`.
 
     Args:
         init_value: a, finite.
         step_size: n, updates, at least 1.
         gamma: > 0.
 
-    Raises:
-        ConfigError: a number is out of range.
-
     Example:
         >>> [round(float(step(1.0, 10)(t)), 4) for t in (9, 10, 20)]
         [1.0, 0.1, 0.01]
     """
-    check_finite("step", init_value=init_value)
-    check_count("step", least=1, step_size=step_size)
-    check_positive("step", gamma=gamma)
     return lambda count: init_value * gamma ** torch.floor(_count_as_float(count) / step_size)
 
 
 @known_keywords
-def multistep(init_value: float, milestones: Iterable[int], *, gamma: float = 0.1) -> Schedule:
-    r""":math:`a \, \gamma^{n}`, n the number of milestones reached. torch's `MultiStepLR`.
+def multistep(init_value: _Finite, milestones: Iterable[int], *, gamma: _Positive = 0.1) -> Schedule:
+    r"""A factor at each milestone, :math:`a \, \gamma^{n}` after n of them. torch's `MultiStepLR`.
 
     Args:
         init_value: a, finite.
@@ -352,17 +319,15 @@ def multistep(init_value: float, milestones: Iterable[int], *, gamma: float = 0.
         gamma: > 0.
 
     Raises:
-        ConfigError: a number is out of range.
+        ConfigError: the milestones are not a list, or one is out of range.
 
     Example:
         >>> [round(float(multistep(1.0, [10, 15])(t)), 4) for t in (9, 10, 15)]
         [1.0, 0.1, 0.01]
     """
     points = listed("multistep", "milestones=[30, 60]", milestones=milestones)
-    check_finite("multistep", init_value=init_value)
     for milestone in points:
         check_count("multistep", least=1, milestones=milestone)
-    check_positive("multistep", gamma=gamma)
 
     def schedule(count: _Count) -> Tensor:
         t = _count_as_float(count)
@@ -376,13 +341,13 @@ def multistep(init_value: float, milestones: Iterable[int], *, gamma: float = 0.
 
 @known_keywords
 def one_cycle(
-    max_lr: float,
-    total_steps: int,
+    max_lr: _Finite,
+    total_steps: Annotated[int, at_least(2)],
     *,
-    pct_start: float = 0.3,
+    pct_start: _Positive = 0.3,
     anneal_strategy: Literal["cos", "linear"] = "cos",
-    div_factor: float = 25.0,
-    final_div_factor: float = 1e4,
+    div_factor: _Positive = 25.0,
+    final_div_factor: _Positive = 1e4,
     three_phase: bool = False,
 ) -> Schedule:
     """Rise from ``max_lr / div_factor`` to ``max_lr``, fall to the initial value over ``final_div_factor``.
@@ -399,7 +364,7 @@ def one_cycle(
         three_phase: fall to the initial value in as many updates as the rise took, and then to the last value.
 
     Raises:
-        ConfigError: a number is out of range, a phase has no update, or the strategy is unknown.
+        ConfigError: a phase has no update, or the strategy is unknown.
 
     References:
         Smith and Topin, 2017, Super-convergence.
@@ -408,9 +373,6 @@ def one_cycle(
         >>> [round(float(one_cycle(1.0, 10)(t)), 4) for t in (0, 2, 9)]
         [0.04, 1.0, 0.0]
     """
-    check_finite("one_cycle", max_lr=max_lr)
-    check_count("one_cycle", least=2, total_steps=total_steps)
-    check_positive("one_cycle", pct_start=pct_start, div_factor=div_factor, final_div_factor=final_div_factor)
     check_choice("one_cycle", ("cos", "linear"), anneal_strategy=anneal_strategy)
     initial, top = max_lr / div_factor, pct_start * total_steps - 1
     middle = [(2 * pct_start * total_steps - 2, initial)] if three_phase else []
@@ -428,7 +390,7 @@ def one_cycle(
 
 @known_keywords
 def piecewise(
-    init_value: float,
+    init_value: _Finite,
     boundaries_and_scales: Mapping[int, float],
     *,
     interpolate_type: Literal["linear", "cosine"] | None = None,
@@ -441,7 +403,7 @@ def piecewise(
         interpolate_type: interpolation between the values of two boundaries. None: a step at each boundary.
 
     Raises:
-        ConfigError: a number is out of range, the boundaries are not a mapping, or the interpolation is unknown.
+        ConfigError: the boundaries are not a mapping, or the interpolation is unknown.
 
     Example:
         >>> [float(piecewise(1.0, {10: 0.5, 20: 0.5})(t)) for t in (9, 10, 20)]
@@ -449,7 +411,6 @@ def piecewise(
         >>> float(piecewise(1.0, {10: 0.5}, interpolate_type="linear")(5))
         0.75
     """
-    check_finite("piecewise", init_value=init_value)
     mapping: Any = boundaries_and_scales
     if not isinstance(mapping, Mapping):
         problem = f"boundaries_and_scales={mapping!r} is not a mapping"
@@ -458,11 +419,7 @@ def piecewise(
         check_count("piecewise", least=1, boundaries_and_scales=boundary)
     points = [(0.0, init_value)]
     for boundary, scale in sorted(boundaries_and_scales.items()):
-        check_finite("piecewise", boundaries_and_scales=scale)
-        if scale < 0:
-            raise ConfigError(
-                f"the scale {scale} at {boundary} is negative", where="piecewise", hint=f"{{{boundary}: 0.1}}"
-            )
+        check_range("piecewise", 0.0, cure=f"{{{boundary}: 0.1}}", boundaries_and_scales=scale)
         points.append((float(boundary), points[-1][1] * scale))
     interpolations = {None: _hold, "linear": _line, "cosine": _half_cosine}
     check_choice("piecewise", interpolations, interpolate_type=interpolate_type)
@@ -516,7 +473,7 @@ def join(schedules: Sequence[_AnySchedule], boundaries: Sequence[int]) -> Schedu
 
 
 @known_keywords
-def per_epoch(schedule: _AnySchedule, *, updates_per_epoch: int) -> Schedule:
+def per_epoch(schedule: _AnySchedule, *, updates_per_epoch: _Updates) -> Schedule:
     """Convert a schedule by epoch to a schedule by update: the value is constant within an epoch.
 
     Args:
@@ -524,7 +481,7 @@ def per_epoch(schedule: _AnySchedule, *, updates_per_epoch: int) -> Schedule:
         updates_per_epoch: at least 1; with accumulation, the number of accumulation windows per epoch.
 
     Raises:
-        ConfigError: a number is out of range, or ``schedule`` is not a function.
+        ConfigError: ``schedule`` is not a function.
 
     Example:
         >>> from purestep.schedules import step
@@ -533,7 +490,6 @@ def per_epoch(schedule: _AnySchedule, *, updates_per_epoch: int) -> Schedule:
         [1.0, 0.5, 0.25]
     """
     check_callable("per_epoch", "per_epoch(schedules.step(0.1, 30), updates_per_epoch=100)", schedule=schedule)
-    check_count("per_epoch", least=1, updates_per_epoch=updates_per_epoch)
     return lambda count: schedule(torch.div(torch.as_tensor(count), updates_per_epoch, rounding_mode="floor"))
 
 

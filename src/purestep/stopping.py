@@ -1,7 +1,7 @@
-"""Best value, early stopping, and learning rate reduction on a plateau: pure functions of host numbers.
+"""Best value and early stopping: pure functions of host numbers.
 
-A rule is a frozen dataclass. Its state is a record, a NamedTuple of plain numbers that JSON can hold; ``after`` returns
-the next record from a new value. A value that is infinite, nan or None (the history stores None for
+The rule is a frozen dataclass. Its state is a record, a NamedTuple of plain numbers that JSON can hold; ``after``
+returns the next record from a new value. A value that is infinite, nan or None (the history stores None for
 both) is never the best value and counts as no improvement.
 """
 
@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 from .errors import ConfigError
-from .state import base_name, check_choice, check_count, check_range, whole
+from .state import base_name, check_count, check_range, whole
 
 Mode: TypeAlias = Literal["min", "max"]
+"""Which values are better: lower or higher ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,85 +150,3 @@ def default_mode(monitor: str) -> Mode:
         where="fit",
         hint=f'monitor={monitor!r}, mode="max"',
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Plateau:
-    """Reduce the learning rate when the monitored value stops improving (torch's ``ReduceLROnPlateau``).
-
-    A schedule depends on the count of updates only, so this rule belongs in a callback: `reduce_on_plateau` is one for
-    `fit`. A loop of your own keeps a `PlateauRecord`, and writes ``scale * learning_rate`` into the state
-    (``optim.inject`` and ``optim.set_hyperparams``).
-
-    Args:
-        factor: each reduction multiplies the scale by it, in (0, 1).
-        patience: epochs without improvement before a reduction, at least 0; the next such epoch reduces the scale.
-        threshold: the least improvement that counts, at least 0.
-        threshold_mode: ``"rel"``: better than ``best * (1 -/+ threshold)``; ``"abs"``: than ``best -/+ threshold``.
-        cooldown: epochs after a reduction that do not count, at least 0.
-        min_scale: lower bound of the scale, in [0, 1].
-
-    Raises:
-        ConfigError: a number is out of its range.
-
-    Example:
-        >>> rule = Plateau(factor=0.5, patience=0)
-        >>> PlateauRecord().after(1.0, rule=rule, mode="min").after(1.0, rule=rule, mode="min").scale
-        0.5
-    """
-
-    factor: float = 0.1
-    patience: int = 10
-    threshold: float = 1e-4
-    threshold_mode: Literal["rel", "abs"] = "rel"
-    cooldown: int = 0
-    min_scale: float = 0.0
-
-    def __post_init__(self) -> None:
-        check_range("Plateau", 0, 1, ends="()", factor=self.factor)
-        check_count("Plateau", least=0, patience=self.patience)
-        check_range("Plateau", 0, cure="threshold=0.0", threshold=self.threshold)
-        check_choice("Plateau", ("rel", "abs"), threshold_mode=self.threshold_mode)
-        check_count("Plateau", least=0, cooldown=self.cooldown)
-        check_range("Plateau", 0, 1, ends="[]", min_scale=self.min_scale)
-
-
-class PlateauRecord(NamedTuple):
-    """The state of `Plateau`. Every value is finite or None.
-
-    Example:
-        >>> PlateauRecord().scale
-        1.0
-    """
-
-    best: float | None = None
-    bad_epochs: int = 0
-    cooldown: int = 0  # remaining epochs that do not count
-    scale: float = 1.0  # factor for the learning rate, in [0, 1]
-
-    def after(self, value: float | None, *, rule: Plateau, mode: Mode) -> PlateauRecord:
-        """Return the record after one more value. A resumed run can recompute it from the history of `FitStart`.
-
-        Args:
-            value: the monitored metric; None for a value that is not finite.
-            rule: the plateau rule.
-            mode: "min" if small values are good, "max" if large values are.
-        """
-        value = None if value is None else float(value)
-        is_best = _is_better(value, _limit(self.best, rule, mode), mode=mode)
-        bad_epochs = 0 if is_best or self.cooldown > 0 else self.bad_epochs + 1
-        is_reduced = bad_epochs > rule.patience
-        return PlateauRecord(
-            best=value if is_best else self.best,
-            bad_epochs=0 if is_reduced else bad_epochs,
-            cooldown=rule.cooldown if is_reduced else max(0, self.cooldown - 1),
-            scale=max(self.scale * rule.factor, rule.min_scale) if is_reduced else self.scale,
-        )
-
-
-def _limit(best: float | None, rule: Plateau, mode: Mode) -> float | None:
-    """Return the value that an improvement must beat, with torch's arithmetic."""
-    if best is None:
-        return None
-    threshold = rule.threshold if mode == "max" else -rule.threshold
-    return best * (1.0 + threshold) if rule.threshold_mode == "rel" else best + threshold

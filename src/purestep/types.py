@@ -1,7 +1,4 @@
-"""The types: the state, the arguments and results of a step, and the program, a NamedTuple of functions.
-
-Comments give shapes and dtypes of fields; ``P`` is the shape of a parameter.
-"""
+"""The types: the state, the arguments and results of a step, and the program, a NamedTuple of functions."""
 
 from __future__ import annotations
 
@@ -39,14 +36,18 @@ class Mean(NamedTuple):
     Both may be vectors with one mean for each class; ``float()`` then returns the mean over the classes whose weight
     is not 0. ``<`` and `format` use this number. `metrics.merge` adds Means; ``==`` compares the two tensors.
 
+    Args:
+        total: shape=() or (n,), dtype=float32.
+        weight: the same shape, dtype=float32.
+
     Example:
         >>> mean = Mean(torch.tensor(6.0), torch.tensor(4.0))
         >>> float(mean), mean < 2, f"{mean:.3f}"
         (1.5, True, '1.500')
     """
 
-    total: Tensor  # shape=() or (n,), dtype=float32
-    weight: Tensor  # the same shape, dtype=float32
+    total: Tensor
+    weight: Tensor
 
     def compute(self) -> Tensor:
         """``total / weight``, shape=() or (n,); nan where the weight is 0."""
@@ -84,16 +85,17 @@ def _number(other: Any) -> float:
 
 
 Metrics: TypeAlias = dict[str, Mean]
+"""The metrics of a step, by name."""
 Metric: TypeAlias = Callable[[Any, Any], Any]
 """``metric(outputs, targets)`` returns a Mean, a ``(total, weight)`` pair, or a 0-d tensor: a mean over the batch."""
 
 
 def _refused(*_: Any, **__: Any) -> Any:
-    raise TypeError("these metrics are a shared default: pass ps.Loss(mean, weight, {name: mean})")
+    raise TypeError("this is a shared default: pass ps.Loss(mean, weight, {name: mean}), or its outputs")
 
 
 class _NoMetrics(dict[str, Mean]):
-    """An empty dict that refuses writes: the default of `Loss`, which all losses share."""
+    """An empty dict that refuses writes: a default of `Loss`, which all losses share."""
 
     __setitem__ = setdefault = update = __ior__ = _refused
 
@@ -104,6 +106,19 @@ class Loss(NamedTuple):
     A step differentiates ``mean``, accumulates gradient x ``weight``, and divides once by the summed weight, so that
     micro-batches of different sizes give the gradient of the whole batch. A weight of 0 skips the update.
 
+    ``outputs`` are tensors that a train step hands out beside its metrics (TD errors, hidden states, images to log), by
+    name, in any nesting: ``metrics["outputs"]["td_errors"]``, or `metrics.outputs`. They are copies without a gradient,
+    and belong to this call: they are neither averaged nor kept, and `fit` passes them to callbacks, in
+    ``StepEnd.outputs``. A call with ``microbatches`` joins those of its parts along the first dimension, which must be
+    the rows; with ``accumulate`` each call has its own; of several processes each has those of the rows it computes,
+    and one without rows those of the row that stands in for them. Evaluations drop them: use `predict`.
+
+    Args:
+        mean: the loss, shape=(), floating.
+        weight: the number of examples, tokens or elements that ``mean`` averages, shape=().
+        metrics: by name, as from `purestep.metrics`.
+        outputs: tensors by name, in any nesting.
+
     Example:
         >>> def objective(model, batch):
         ...     error = (model(batch["x"]) - batch["y"]).square()
@@ -112,9 +127,10 @@ class Loss(NamedTuple):
         tensor(4.)
     """
 
-    mean: Tensor  # shape=(), floating
-    weight: Tensor  # shape=(): the number of examples, tokens or elements that `mean` averages
+    mean: Tensor
+    weight: Tensor
     metrics: Mapping[str, Mean] = _NoMetrics()
+    outputs: Mapping[str, Any] = _NoMetrics()  # name -> tensors
 
 
 class TrainState(NamedTuple):
@@ -128,6 +144,21 @@ class TrainState(NamedTuple):
     ``state._replace(halted=torch.zeros_like(state.halted))``. With
     ``ps.program(..., nonfinite="skip")`` a state never halts.
 
+    Args:
+        step: calls of train_step and flush, shape=(), dtype=int64.
+        updates: optimizer updates applied, shape=(), dtype=int64.
+        params: the trained parameters by name, floating.
+        frozen: the parameters with ``requires_grad=False``, by name.
+        buffers: the buffers by name, of any shape and dtype.
+        opt_state: the state of the transform, as ``tx.init`` made it.
+        ema: the averaged weights (`ema.EmaState`), or Empty.
+        scaler: the loss scale (`scaler.ScalerState`), or Empty.
+        accum: the gradients of an open accumulation window, or Empty.
+        halted: 0, or the call (from 1) whose update was refused, shape=(), dtype=int64; Empty with
+            ``nonfinite="skip"``.
+        key: the seed and the number of calls, from which random numbers follow: shape=(2,), dtype=int64, on the CPU.
+        placement: how several processes hold this state (`parallel.Placement`), without leaves; Empty for one process.
+
     Example:
         >>> import purestep as ps
         >>> program = ps.program(torch.nn.Linear(2, 1), ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
@@ -137,18 +168,18 @@ class TrainState(NamedTuple):
         >>> colder = state._replace(params={name: p / 2 for name, p in state.params.items()})
     """
 
-    step: Tensor  # shape=(), dtype=int64: calls of train_step and flush
-    updates: Tensor  # shape=(), dtype=int64: optimizer updates applied
-    params: Params  # name -> P, floating: the trained parameters
-    frozen: Params  # name -> P: parameters with requires_grad=False
-    buffers: Params  # name -> any shape and dtype
-    opt_state: Tree  # the result of tx.init
-    ema: Tree  # ema.EmaState or Empty
-    scaler: Tree  # scaler.ScalerState or Empty
-    accum: Tree  # step.Accum or Empty: gradients of an open accumulation window
-    halted: Tree  # shape=(), dtype=int64: 0, or the call (from 1) whose update was refused; Empty with nonfinite="skip"
-    key: Tensor  # shape=(2,), dtype=int64, CPU: [seed, calls]
-    placement: Tree = Empty()  # parallel.Placement, without leaves: how several processes hold this state
+    step: Tensor
+    updates: Tensor
+    params: Params
+    frozen: Params
+    buffers: Params
+    opt_state: Tree
+    ema: Tree
+    scaler: Tree
+    accum: Tree
+    halted: Tree
+    key: Tensor
+    placement: Tree = Empty()
 
     def __repr__(self) -> str:
         count = sum(p.numel() for p in self.params.values())
@@ -323,7 +354,7 @@ class Program(NamedTuple):
     """A model, an objective and a transform as pure functions. `fit` needs only ``train_step``.
 
     Args:
-        train_step: ``(state, batch, *context) -> (state, metrics)``.
+        train_step: ``(state, batch, *context) -> (state, metrics)``, where ``metrics["outputs"]`` are `Loss.outputs`.
         flush: ``(state) -> (state, metrics)``: apply an accumulation window that the end of an epoch left open.
         eval_step: ``(state, batch, *context, index=0) -> metrics``; ``index`` numbers the batches.
         init: ``(seed=0, device=None) -> state`` with the module's current weights, on the module's device unless

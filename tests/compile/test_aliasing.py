@@ -287,17 +287,15 @@ def test_what_is_computed_is_not_copied(function: Callable[..., Any]) -> None:
     assert taken_in(function, (4, 4), (4, 4), (1,)) == 0
 
 
-def test_the_steps_of_a_program_copy_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_steps_of_a_program_copy_nothing(accumulate: int, monkeypatch: pytest.MonkeyPatch) -> None:
     copies: list[Any] = []
     true = aliasing._insert_copy
     monkeypatch.setattr(aliasing, "_insert_copy", lambda *given: (copies.append(given), true(*given)))
     net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.1))
-    for accumulate in (1, 2):
-        program = ps.program(
-            net, ps.supervised(torch.nn.MSELoss()), ps.optim.adamw(1e-2), ema=0.9, accumulate=accumulate
-        )
-        step = ps.compile_step(program.train_step, donate=True)
-        state = program.init()
-        for _ in range(2):
-            state, _ = step(state, (torch.ones(5, 3), torch.ones(5, 4)))
+    program = ps.program(net, ps.supervised(torch.nn.MSELoss()), ps.optim.adamw(1e-2), ema=0.9, accumulate=accumulate)
+    step = ps.compile_step(program.train_step, donate=True)
+    state = program.init()
+    for _ in range(2):
+        state, _ = step(state, (torch.ones(5, 3), torch.ones(5, 4)))
     assert copies == []

@@ -243,7 +243,7 @@ def test_another_module_is_found_wherever_the_objective_reads_it(make: Callable[
 def test_fit_follows_a_teacher_that_a_callback_moves() -> None:
     """A mean teacher, and a centre that is replaced after each epoch."""
     found = []
-    for compiled in (False, True):
+    for compiled in (False, {"backend": "aot_eager"}):
         holder = holding()
 
         def follow(event: Any, holder: Any = holder) -> None:

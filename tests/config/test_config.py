@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from purestep import config
-from purestep.config import FitConfig, from_lightning
+from purestep.config import FitConfig, from_lightning, sources
 from purestep.config import fields as config_values
 from purestep.errors import ConfigError, RankError
 from purestep.stopping import EarlyStopping
@@ -227,7 +227,7 @@ def test_a_share_of_the_run_needs_its_length_before_it_begins():
 
 def test_another_monitor_does_not_keep_the_direction_of_the_first():
     with pytest.raises(ConfigError, match="does not say"):
-        config.resolve(FitConfig(epochs=1, monitor="val_loss"), {"monitor": "val_f1"})
+        sources.resolve(FitConfig(epochs=1, monitor="val_loss"), {"monitor": "val_f1"})
 
 
 FULL = FitConfig(
@@ -254,7 +254,7 @@ FULL = FitConfig(
 def test_a_config_comes_back_from_json_as_it_was(one: FitConfig, tmp_path: Path):
     path = tmp_path / "fit.json"
     path.write_text(json.dumps(one.to_dict(), allow_nan=False))
-    back = config.load(path)
+    back = sources.resolve(path)
     assert back == one
     assert {name: type(value) for name, value in back} == {name: type(value) for name, value in one}
 
@@ -282,7 +282,7 @@ def test_any_config_comes_back_from_its_dict(fields: dict[str, Any]):
 def test_toml_is_read_too(tmp_path: Path):
     path = tmp_path / "fit.toml"
     path.write_text("epochs = 3\nevaluate_every = 1.0\n[early_stopping]\npatience = 2\n")
-    assert config.load(path) == FitConfig(epochs=3, evaluate_every=1.0, early_stopping=EarlyStopping(2))
+    assert sources.resolve(path) == FitConfig(epochs=3, evaluate_every=1.0, early_stopping=EarlyStopping(2))
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,7 @@ def test_a_file_that_cannot_be_read_is_named(name: str, text: str | None, messag
     if text is not None:
         (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=message):
-        config.load(tmp_path / name)
+        sources.resolve(tmp_path / name)
 
 
 class Named(NamedTuple):
@@ -328,43 +328,43 @@ class Modelled(pydantic.BaseModel):
     "one", [Named(), Plain(), Slotted(), Modelled(), argparse.Namespace(n_epochs=5, learning_rate=0.1)]
 )
 def test_an_object_of_the_callers_own_is_read_and_its_other_builders_settings_left_alone(one: object):
-    assert config.resolve(one) == FitConfig(epochs=5)
+    assert sources.resolve(one) == FitConfig(epochs=5)
 
 
 def test_a_typo_in_an_object_is_found():
     with pytest.raises(ConfigError, match=r"'log_evry' is not a setting of fit.*cure: log_every"):
-        config.resolve(argparse.Namespace(epochs=5, log_evry=1))
+        sources.resolve(argparse.Namespace(epochs=5, log_evry=1))
 
 
 def test_a_mapping_must_mean_something_by_every_key():
     with pytest.raises(ConfigError, match="'weight_decay' is not a setting of fit"):
-        config.resolve({"epochs": 5, "weight_decay": 0.1})
+        sources.resolve({"epochs": 5, "weight_decay": 0.1})
 
 
 def test_names_of_other_trainers_are_understood_in_a_mapping_and_not_as_a_keyword():
-    found = config.resolve({"max_epochs": 5, "compile_model": True, "early_stopping_patience": 3})
+    found = sources.resolve({"max_epochs": 5, "compile_model": True, "early_stopping_patience": 3})
     assert (found.epochs, found.compile, found.early_stopping) == (5, True, EarlyStopping(3))
     with pytest.raises(ConfigError, match=r"'max_epochs' is not a setting of fit.*cure: epochs"):
-        config.resolve(None, {"max_epochs": 5})
+        sources.resolve(None, {"max_epochs": 5})
 
 
 def test_two_names_for_one_setting_that_differ_are_an_error():
-    assert config.resolve({"max_epochs": 5, "n_epochs": 5}).epochs == 5
+    assert sources.resolve({"max_epochs": 5, "n_epochs": 5}).epochs == 5
     with pytest.raises(ConfigError, match=r"'epochs' has two values, under two names: 5 and 6"):
-        config.resolve({"max_epochs": 5, "n_epochs": 6})
+        sources.resolve({"max_epochs": 5, "n_epochs": 6})
 
 
 def test_fields_win_over_the_config():
     base = FitConfig(epochs=5, log_every=10)
-    assert config.resolve(base, {"epochs": 7}) == FitConfig(epochs=7, log_every=10)
+    assert sources.resolve(base, {"epochs": 7}) == FitConfig(epochs=7, log_every=10)
     assert base.epochs == 5
-    assert config.resolve(None, {"steps": 3}) == FitConfig(steps=3)
+    assert sources.resolve(None, {"steps": 3}) == FitConfig(steps=3)
 
 
 @pytest.mark.parametrize("one", [3, [("epochs", 3)], FitConfig, object()])
 def test_what_holds_no_settings_is_refused(one: object):
     with pytest.raises(ConfigError, match="holds no settings"):
-        config.resolve(one)
+        sources.resolve(one)
 
 
 def test_a_config_nests_in_a_bigger_one():
@@ -377,13 +377,13 @@ def test_a_config_nests_in_a_bigger_one():
 
 
 def test_counting_batches():
-    assert config.count_batches(1.0, None, loader="train") is None
-    assert config.count_batches(0, 7, loader="val") == 0
-    assert config.count_batches(3, None, loader="val") == 3
+    assert sources.count_batches(1.0, None, loader="train") is None
+    assert sources.count_batches(0, 7, loader="val") == 0
+    assert sources.count_batches(3, None, loader="val") == 3
     with pytest.raises(ConfigError, match=r"val: limit 0\.5 is a share, and the length of the loader is unknown"):
-        config.count_batches(0.5, None, loader="val")
+        sources.count_batches(0.5, None, loader="val")
     with pytest.raises(ConfigError, match=r"val: a share of 0\.1 of 7 batches leaves none \(cure: pass 0\.143, or 1\)"):
-        config.count_batches(0.1, 7, loader="val")
+        sources.count_batches(0.1, 7, loader="val")
 
 
 def test_text_is_read_as_what_it_spells():
@@ -769,7 +769,7 @@ def test_attributes_of_a_class_are_settings_too():
 
         def method(self) -> None: ...
 
-    found = config.resolve(Settings(), {"epochs": 2})
+    found = sources.resolve(Settings(), {"epochs": 2})
     assert (found.epochs, found.monitor) == (2, "val_loss")
     assert found.early_stopping is not None
     assert found.early_stopping.patience == 5

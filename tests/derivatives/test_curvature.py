@@ -248,7 +248,7 @@ def test_activation_checkpointing_is_named():
         "curvature.hessian": lambda: ps.curvature.hessian(chosen)(state, batch, state.params),
         "curvature.gauss_newton": lambda: ps.curvature.gauss_newton(chosen)(state, batch, state.params),
         "per_example": lambda: ps.per_example(chosen)(state, batch),
-        "gradient_noise_scale": lambda: ps.gradient_noise_scale(chosen, parts=2)(state, batch),
+        "gradient_noise_scale": lambda: ps.gradient_noise_scale(chosen)(state, batch),
     }
     for where, call in calls.items():
         with pytest.raises(StepContractError, match=f"{where}: torch.func does not accept activation checkpointing"):

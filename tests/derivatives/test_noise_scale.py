@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from derivatives_cases import TinyGPT, program, text_objective, texts
-from helpers import tiny_convnet, tiny_mlp, vector_batch
+from helpers import tiny_mlp, vector_batch
 from torch import Tensor, nn
 
 import purestep as ps
@@ -37,13 +37,11 @@ def batches(count: int, rows: int) -> list[Tensor]:
     return list((torch.randn(count, rows, 3, generator=generator, dtype=torch.float64) * SPREAD).unbind())
 
 
-@pytest.mark.parametrize("parts", [None, 2, 8])
-def test_the_closed_form_of_a_quadratic(parts: int | None):
-    chosen = quadratic()
-    count = 400 // (parts or 1)
-    found = ps.gradient_noise_scale(chosen, parts=parts)(chosen.init(device="cpu"), *batches(count, 32))
+def test_the_closed_form_of_a_quadratic():
+    chosen, count = quadratic(), 400
+    found = ps.gradient_noise_scale(chosen)(chosen.init(device="cpu"), *batches(count, 32))
     trace, squared = (CURVATURE * SPREAD).square().sum(), (CURVATURE * WEIGHTS).square().sum()
-    spread = (2 / (count * ((parts or 32) - 1))) ** 0.5  # relative, of the sample variance of normal numbers
+    spread = (2 / (count * 31)) ** 0.5  # relative, of the sample variance of normal numbers
     torch.testing.assert_close(found.trace, trace, rtol=3 * spread, atol=0)
     torch.testing.assert_close(found.squared_norm, squared, rtol=0.05, atol=0)
     torch.testing.assert_close(found.noise_scale, trace / squared, rtol=0.05 + 3 * spread, atol=0)
@@ -61,12 +59,11 @@ def test_estimates_are_unbiased():
     torch.testing.assert_close(found.squared_norm, mean.square().sum(), rtol=1e-12, atol=0)
 
 
-def test_single_rows_as_parts_equal_mapped_examples():
+def test_chunks_equal_the_whole_batch():
     chosen, batch = program(tiny_mlp()), vector_batch(7, dtype=torch.float64)
     state = chosen.init(device="cpu")
-    mapped = ps.gradient_noise_scale(chosen, chunk_size=3)(state, batch)
-    looped = ps.gradient_noise_scale(chosen, parts=7)(state, batch)
-    for one, other in zip(mapped, looped, strict=True):
+    estimates = [ps.gradient_noise_scale(chosen, chunk_size=size)(state, batch) for size in (3, 7)]
+    for one, other in zip(*estimates, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=0)
 
 
@@ -84,11 +81,10 @@ def test_weights_of_the_objective_count():
     torch.testing.assert_close(found.squared_norm, rows.mean(0).square().sum() - variance / 5, rtol=1e-10, atol=0)
 
 
-@pytest.mark.parametrize("parts", [None, 3])
-def test_a_batch_that_counts_less_than_twice_is_left_out(parts: int | None):
+def test_a_batch_that_counts_less_than_twice_is_left_out():
     net = nn.Sequential(nn.Linear(4, 3, dtype=torch.float64))
     chosen = ps.program(net, ps.supervised(nn.CrossEntropyLoss()), ps.optim.sgd(0.1), precision="64-true")
-    estimate, state = ps.gradient_noise_scale(chosen, parts=parts), chosen.init(device="cpu")
+    estimate, state = ps.gradient_noise_scale(chosen), chosen.init(device="cpu")
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     good, once, never = ((x, torch.tensor(y)) for y in ([0, 1, 2], [1, -100, -100], [-100] * 3))
     found = estimate(state, good)
@@ -97,21 +93,11 @@ def test_a_batch_that_counts_less_than_twice_is_left_out(parts: int | None):
     assert all(value.isnan() for value in estimate(state, once, never))
 
 
-def test_parts_are_for_models_that_cannot_be_mapped():
-    with ps.rng.scoped(0):
-        chosen = ps.program(tiny_convnet(), ps.supervised(nn.CrossEntropyLoss()), ps.optim.sgd(0.1))
-    batch = torch.randn(12, 1, 8, 8), torch.arange(12) % 3
-    found = ps.gradient_noise_scale(chosen, parts=3)(chosen.init(device="cpu"), batch)
-    assert float(found.trace) > 0
-
-
 @pytest.mark.parametrize(
     ("options", "rows", "match"),
     [
-        ({"parts": 1}, 4, "parts=1"),
         ({"chunk_size": 0}, 4, "chunk_size=0"),
-        ({}, 1, "1 rows has no 2 parts"),
-        ({"parts": 8}, 4, "4 rows has no 8 parts"),
+        ({}, 1, "a batch of one row has no spread"),
     ],
 )
 def test_errors(options: dict[str, Any], rows: int, match: str):

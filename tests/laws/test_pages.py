@@ -49,7 +49,7 @@ HEADINGS = {
     "Several processes: the table": "processes.md#ddp-fsdp-zero-tensor-parallel",
     "Several processes: the list": "processes.md#rules",
     "Where is ...?": "README.md#where-is-",
-    "From Lightning": "moving.md#from-lightning",
+    "From Lightning": "from_lightning.md#before",
     "Where it runs": "platforms.md#where-it-runs",
     "`OMP_WAIT_POLICY=passive`": "platforms.md#slow-steps-on-a-busy-machine",
 }

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import purestep as ps
-from purestep.config import count_batches
+from purestep.config.sources import count_batches
 from purestep.data import open_feed
 from purestep.loop.loop_state import LoopState
 from purestep.loop.policy import EvalSchedule

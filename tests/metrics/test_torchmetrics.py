@@ -236,13 +236,8 @@ def test_a_bootstrap_leaves_the_callers_random_numbers_alone():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (cl.MulticlassF1Score(3), r'cure: metrics=\{"MulticlassF1Score": MulticlassF1Score\(\.\.\.\)\}'),
-        (metrics.accuracy, r'metrics is a function, not a dict \(cure: metrics=\{"accuracy": accuracy\}'),
-        ([metrics.accuracy, metrics.f1], r'is a list, not a dict \(cure: metrics=\{"accuracy": accuracy, "f1": f1\}'),
-        ([partial(metrics.accuracy, k=5)], r'cure: metrics=\{"accuracy": partial\(accuracy, \.\.\.\)\}'),
-        ([lambda outputs, targets: 0], r'cure: metrics=\{"name": f\}'),
-        (["accuracy"], r'cure: metrics=\{"accuracy": ps\.metrics\.accuracy\}'),
-        ([3], r'cure: metrics=\{"accuracy": ps\.metrics\.accuracy\}'),
+        (cl.MulticlassF1Score(3), r'is a MulticlassF1Score, not a dict \(cure: metrics=\{"accuracy": ps\.metrics\.acc'),
+        (metrics.accuracy, r'metrics is a function, not a dict \(cure: metrics=\{"accuracy": ps\.metrics\.accuracy\}'),
         ({"f1": cl.MulticlassF1Score}, r"metrics/f1: is a MulticlassF1Score.*cure: MulticlassF1Score\(\)"),
         ({"f1": 3}, "metrics/f1: is a int"),
         ([cl.MulticlassF1Score(3)], "metrics is a list"),

@@ -24,7 +24,7 @@ hf = pytest.importorskip("transformers")
 
 Batch = dict[str, Tensor]
 Made = tuple[nn.Module, Batch]
-SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
 DECODER = {"vocab_size": 64, "max_position_embeddings": 16, "num_key_value_heads": 1, "attention_dropout": 0.1, **SMALL}
 
 
@@ -36,7 +36,7 @@ def tokens(rows: int = 4, length: int = 12) -> Batch:
 def gpt2(dropout: float = 0.1) -> Made:
     rates = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
     ends = {"bos_token_id": 0, "eos_token_id": 0}
-    config = hf.GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2, **rates, **ends)
+    config = hf.GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=1, n_head=2, **rates, **ends)
     return hf.GPT2LMHeadModel(config), tokens()
 
 
@@ -66,7 +66,7 @@ def vit() -> Made:
 
 
 def t5() -> Made:
-    config = hf.T5Config(vocab_size=64, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2)
+    config = hf.T5Config(vocab_size=64, d_model=32, d_kv=16, d_ff=64, num_layers=1, num_heads=2)
     config.decoder_start_token_id = 0
     batch = tokens()
     labels = batch["labels"][:, :6].clone()
@@ -88,7 +88,7 @@ def clip() -> Made:
 
 def distilbert() -> Made:
     config = hf.DistilBertConfig(
-        vocab_size=64, max_position_embeddings=16, dim=32, n_layers=2, n_heads=2, hidden_dim=64
+        vocab_size=64, max_position_embeddings=16, dim=32, n_layers=1, n_heads=2, hidden_dim=64
     )
     return hf.DistilBertForMaskedLM(config), tokens()
 
@@ -102,7 +102,7 @@ def whisper() -> Made:
     return hf.WhisperForConditionalGeneration(config), {"input_features": sounds, "labels": tokens()["labels"]}
 
 
-WHISPER = {"layers": 2, "attention_heads": 2, "ffn_dim": 64}
+WHISPER = {"layers": 1, "attention_heads": 2, "ffn_dim": 64}
 MODELS: list[Callable[[], Made]] = [gpt2, bert, llama, qwen2, qwen3, vit, t5, clip, distilbert, whisper]
 CONTRASTIVE = pytest.mark.filterwarnings("ignore:the loss of CLIPModel has no tensor of labels:UserWarning")
 

@@ -7,13 +7,14 @@ import inspect
 import math
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
 from helpers import assert_trees_close, count_graphs, quadratic
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from optimizers import ROWS, factories
 from torch import Tensor, nn
 
 import purestep as ps
@@ -35,7 +36,7 @@ def warm_up(count: Tensor) -> Tensor:
     return 0.02 * torch.clamp((count + 1) / 10, max=1.0)
 
 
-ELEMENTWISE: dict[str, Callable[[], Transform]] = {
+VARIANTS: dict[str, Callable[[], Transform]] = {  # more options of the rows, and of what is no row
     "sgd": lambda: optim.sgd(0.01),
     "sgd with everything": lambda: optim.sgd(0.01, 0.9, dampening=0.1, weight_decay=0.1, mask="tall|wide|kernel"),
     "sgd nesterov": lambda: optim.sgd(0.01, 0.9, nesterov=True),
@@ -48,31 +49,34 @@ ELEMENTWISE: dict[str, Callable[[], Transform]] = {
     "rmsprop": lambda: optim.rmsprop(0.01, momentum=0.9, centered=True, weight_decay=0.1, eps=1e-3),
     "adagrad": lambda: optim.adagrad(0.01, lr_decay=0.1, initial_accumulator_value=0.1, weight_decay=0.1),
     "adadelta": lambda: optim.adadelta(weight_decay=0.1),
-    "lion": lambda: optim.lion(0.01, weight_decay=0.1, mask="wide"),
-    "ademamix": lambda: optim.ademamix(warm_up, weight_decay=0.1, mask="wide|bias", mu_dtype=torch.float32),
-    "schedule-free adamw": lambda: optim.schedule_free_adamw(warm_up, weight_decay=0.1, mask="tall"),
-    "schedule-free sgd": lambda: optim.schedule_free_sgd(0.1, b1=0.8, weight_decay=0.1),
-    "lookahead": lambda: optim.lookahead(optim.adamw(0.02, weight_decay=0.1, mask="tall"), 2, 0.6),
-    "prodigy": lambda: optim.prodigy(estim_lr0=1e-2, weight_decay=0.1, mask="tall|bias"),
-    "clipped": lambda: optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(0.01)),
-    "groups": lambda: optim.partition(
-        {"clip": optim.chain(optim.clip_by_global_norm(0.5), optim.sgd(0.1)), "rest": optim.adam(0.01, mask="wide")},
-        [("tall|bias", "clip"), ("", "rest")],
-    ),
-    "injected": lambda: optim.inject(optim.adamw)(learning_rate=warm_up, b1=0.8, weight_decay=0.1, mask="tall"),
-}
-WHOLE: dict[str, Callable[[], Transform]] = {
     "adafactor": lambda: optim.adafactor(0.1, weight_decay=0.1),
     "lamb": lambda: optim.lamb(warm_up, weight_decay=0.1),
-    "muon and adamw": muon_and_adamw,
+    "lion": lambda: optim.lion(0.01, weight_decay=0.1, mask="wide"),
+    "ademamix": lambda: optim.ademamix(warm_up, weight_decay=0.1, mask="wide|bias", mu_dtype=torch.float32),
+    "schedule_free_adamw": lambda: optim.schedule_free_adamw(warm_up, weight_decay=0.1, mask="tall"),
+    "schedule_free_sgd": lambda: optim.schedule_free_sgd(0.1, b1=0.8, weight_decay=0.1),
+    "lookahead": lambda: optim.lookahead(optim.adamw(0.02, weight_decay=0.1, mask="tall"), 2, 0.6),
+    "prodigy": lambda: optim.prodigy(estim_lr0=1e-2, weight_decay=0.1, mask="tall|bias"),
+    "muon": muon_and_adamw,
     "muon of kernels": lambda: optim.partition(
         {"muon": optim.muon(0.01, flatten=True, adjust=0.3), "adamw": optim.adamw(0.01)},
         [("tall|wide|kernel", "muon"), ("", "adamw")],
     ),
     "muon in lookahead": lambda: optim.lookahead(muon_and_adamw()),
+    "clipped": lambda: optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(0.01)),
     "adaptive clipping": lambda: optim.chain(optim.adaptive_grad_clip(0.01), optim.sgd(0.1)),
+    "groups": lambda: optim.partition(
+        {"clip": optim.chain(optim.clip_by_global_norm(0.5), optim.sgd(0.1)), "rest": optim.adam(0.01, mask="wide")},
+        [("tall|bias", "clip"), ("", "rest")],
+    ),
+    "value clipping": lambda: optim.chain(
+        optim.clip_by_value(0.5), optim.scale(0.5), optim.sgd(0.1), optim.freeze("bias")
+    ),
+    "soap": lambda: optim.soap(0.01, weight_decay=0.1, precondition_frequency=2),
+    "injected": lambda: optim.inject(optim.adamw)(learning_rate=warm_up, b1=0.8, weight_decay=0.1, mask="tall"),
 }
-ALL = {**ELEMENTWISE, **WHOLE}
+ALL = ROWS | VARIANTS
+ELEMENTWISE = {name: make for name, make in ALL.items() if make().elementwise}
 
 
 def problem(dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Params, Params]:
@@ -277,11 +281,6 @@ def test_the_packed_law_catches_labels_that_hide_a_mask() -> None:
         assert packed_error(broken, problem(torch.float64)[0]) < 1e-14
 
 
-@pytest.mark.parametrize("make", WHOLE.values(), ids=WHOLE)
-def test_what_needs_whole_parameters_says_so(make: Callable[[], Transform]) -> None:
-    assert not make().elementwise
-
-
 # ------------------------------------------------------------------------------------------------------------- compiled
 
 
@@ -428,6 +427,7 @@ def test_an_optimizer_is_the_chain_that_it_says() -> None:
         (lambda: optim.lion(b1=1.0), "lion: b1=1.0"),
         (lambda: optim.lamb(eps=-1.0), "eps=-1.0"),
         (lambda: optim.muon(momentum=1.0), "muon: momentum=1.0"),
+        (lambda: optim.muon(adjust="none"), "muon: adjust='none' is unknown"),  # type: ignore[arg-type]
         (lambda: optim.muon(ns_steps=100), "muon: ns_steps=100 must be in [0, 100) (cure: 5 is the default)"),
         (lambda: optim.soap(shampoo_beta=1.5), "soap: shampoo_beta=1.5 must be in [0, 1) (cure: None is the default)"),
         (lambda: optim.soap(b1=None), "soap: b1=None is a NoneType, not a number"),  # type: ignore[arg-type]
@@ -539,18 +539,17 @@ class CountsInPython(T.Optimizer):
 
 
 class KeepsInGroup(T.Optimizer):
-    """As schedule-free optimizers do."""
+    """A count that all parameters share, as schedule-free optimizers have."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr, "k": 0, "total": 0.0})
+        super().__init__(params, {"lr": lr, "k": 0})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             group["k"] += 1
-            group["total"] += group["lr"] ** 2
             for p in group["params"]:
-                p.add_(p.grad, alpha=-group["lr"] / group["k"] / (1 + group["total"]))
+                p.add_(p.grad, alpha=-group["lr"] / (100 + group["k"]))
 
 
 class Anchored(T.Optimizer):
@@ -571,7 +570,7 @@ class Anchored(T.Optimizer):
 
 
 class CountsLate(T.Optimizer):
-    """A count that is in the group from the first step on, a number that becomes a tensor, lists, an odd key."""
+    """A number that becomes a tensor, an odd key, and no state for a gradient of 0."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -579,20 +578,18 @@ class CountsLate(T.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         group = self.param_groups[0]
-        group["step"] = group.get("step", 0) + 1
         for p in group["params"]:
             if not bool(p.grad.any()):
                 continue
             state = self.state[p]
             if not state:
-                state.update({"rms": 0, "sides": [torch.zeros_like(p)], "m::quantized": torch.zeros_like(p)})
+                state.update({"rms": 0, "m::quantized": torch.zeros_like(p)})
             state["rms"] = 0.5 * state["rms"] + p.grad.square().mean()
-            state["sides"][0].add_(p.grad)
             state["m::quantized"].lerp_(p.grad, 0.5)
-            p.sub_(group["lr"] / group["step"] * (state["sides"][0] + state["m::quantized"]) / (1 + state["rms"]))
+            p.sub_(group["lr"] * state["m::quantized"] / (1 + state["rms"]))
 
 
-THIRD = {"counts": CountsInPython, "group": KeepsInGroup, "anchored": Anchored, "late": CountsLate}
+THIRD = {"counts": CountsInPython, "anchored": Anchored, "late": CountsLate}
 
 
 def torch_error(
@@ -627,40 +624,37 @@ def torch_error(
     return worst
 
 
-WRONG = {
-    "learning_rate": -0.1,
-    **dict.fromkeys(("b1", "b2", "b3", "decay", "rho"), 1.5),
-    **dict.fromkeys(("alpha", "estim_lr0", "estim_lr_coef", "weight_lr_power"), -0.1),
-    **dict.fromkeys(("eps", "momentum", "dampening", "weight_decay", "lr_decay", "initial_accumulator_value"), -0.1),
-    **dict.fromkeys(("momentum_decay", "decay_rate", "clipping_threshold", "ns_steps"), -0.1),
-    "adjust": "none",
-}
-NAMED = ["adamw", "adam", "nadam", "radam", "adamax", "sgd", "lion", "rmsprop", "adagrad", "adadelta"]
-NAMED += ["adafactor", "lamb", "muon", "ademamix", "prodigy", "schedule_free_adamw", "schedule_free_sgd", "soap"]
+def wrong_number(argument: inspect.Parameter, check: Any) -> float:
+    """A number that the type of an argument refuses."""
+    for number in (-0.1, 1.5):
+        try:
+            check("", argument.name, number, "")
+        except ConfigError:
+            return number
+    raise AssertionError(f"the type of {argument.name} refuses no number")
 
 
-def test_every_optimizer_is_in_the_list():
-    """Those of `optim` with a learning rate and weight decay: a new one is not forgotten here."""
-    made = {name: value for name, value in vars(optim).items() if inspect.isfunction(value)}
-    found = [
-        name
-        for name, make in made.items()
-        if {"learning_rate", "weight_decay"} <= {*inspect.signature(make).parameters}
-    ]
-    assert sorted(found) == sorted(NAMED)
+def test_every_optimizer_is_a_row_of_the_table() -> None:
+    assert sorted(factories()) == sorted({*ROWS} - {"lookahead"})
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", factories())
 def test_an_error_names_the_optimizer_and_the_argument_that_were_typed(name: str) -> None:
-    make = getattr(optim, name)
-    typed = [argument for argument in inspect.signature(make).parameters if argument in WRONG]
+    make = factories()[name]
+    parameters = inspect.signature(make).parameters
+    hints = get_type_hints(make, include_extras=True)
+    parts = {argument: (hints[argument], *get_args(hints[argument])) for argument in parameters}
+    found = {
+        argument: [c for part in each for c in getattr(part, "__metadata__", ())] for argument, each in parts.items()
+    }
+    typed = {argument: checks[0] for argument, checks in found.items() if checks}
     assert {"learning_rate", "weight_decay"} <= set(typed)
-    for argument in typed:
-        default = inspect.signature(make).parameters[argument].default
-        cure = re.escape(f"(cure: {default!r} is the default)")
-        wanted = "adjust='none' is unknown" if argument == "adjust" else rf"{argument}=.* must be .* {cure}$"
-        with pytest.raises(ConfigError, match=f"^{name}: {wanted}"):
-            make(**{argument: WRONG[argument]})
+    untyped = {argument for argument in parameters if hints[argument] in (int, float)}
+    assert not untyped, "a number without a range in its type (optim/arguments.py)"
+    for argument, check in typed.items():
+        cure = re.escape(f"(cure: {parameters[argument].default!r} is the default)")
+        with pytest.raises(ConfigError, match=rf"^{name}: {argument}=.* must be .* {cure}$"):
+            make(**{argument: wrong_number(parameters[argument], check)})
     if "momentum" in typed:
         with pytest.raises(ConfigError, match=rf"schedule.*cure: optim\.inject\(optim\.{name}\)\(\.\.\., momentum="):
             make(momentum=lambda count: 0.9)
@@ -776,10 +770,8 @@ def test_from_torch_states_are_tensors_under_fixed_keys() -> None:
     kept = optim.from_torch(CountsInPython).init(params)
     assert set(kept.slots["tall"]) == {"step:int", "size:float", "started:bool", "nothing"}
     assert kept.slots["tall"]["size:float"].shape == (1,)
-    assert set(optim.from_torch(KeepsInGroup).init(params).group) == {"k:int", "total:float"}
     late = optim.from_torch(CountsLate).init(params)
-    assert set(late.group) == {"step:int"}
-    assert set(late.slots["tall"]) == {"rms:scalar", "sides", "m::quantized"}
+    assert set(late.slots["tall"]) == {"rms:scalar", "m::quantized"}
     assert late.slots["tall"]["rms:scalar"].shape == (1,), "a 0-d float64 leaf would not survive donation"
     assert torch.equal(optim.from_torch(Anchored).init(params).slots["tall"]["anchor"], params["tall"])
 
@@ -918,7 +910,8 @@ class Hides(CountsInPython):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: optim.from_torch(KeepsBesideParameters), "it stores state['k'] on the optimizer itself"),
+        (lambda: optim.from_torch(KeepsBesideParameters), "it keeps state elsewhere than by parameter: state['k']"),
+        (lambda: optim.from_torch(KeepsInGroup), "it keeps state elsewhere than by parameter: param_groups[0]['k']"),
         (lambda: optim.from_torch(Hides), "rebuilt from its state it computes other updates"),
         (lambda: optim.from_torch(T.LBFGS), "from_torch(LBFGS): its step needs a closure"),
         (lambda: optim.from_torch(T.SparseAdam), "from_torch(SparseAdam): it needs sparse gradients"),
@@ -927,8 +920,8 @@ class Hides(CountsInPython):
         (lambda: optim.from_torch(T.Muon), "from_torch(Muon): a step failed: Muon only supports 2D"),
         (lambda: optim.from_torch(NeedsClosure), "a step failed: a closure is needed"),
         (lambda: optim.from_torch(Grows), "its state gained or lost ['second'] after the first step"),
-        (lambda: optim.from_torch(KeepsAList), "its state holds a float: 1.0"),
-        (lambda: optim.from_torch(KeepsOnItself), "it stores calls on the optimizer itself"),
+        (lambda: optim.from_torch(KeepsAList), "its state 'history' of a parameter is a list: [1.0]"),
+        (lambda: optim.from_torch(KeepsOnItself), "it keeps state elsewhere than by parameter: calls"),
     ],
 )
 def test_from_torch_refuses_what_it_cannot_keep(make: Callable[[], Transform], message: str) -> None:

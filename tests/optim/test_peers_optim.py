@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from optimizers import OPTAX, SHAPES, TWINS
 from torch import Tensor
 
 from purestep import optim
@@ -19,81 +20,16 @@ from purestep.optim import Transform
 
 pytestmark = pytest.mark.peer
 
-SHAPES = {"matrix": (4, 3), "vector": (5,), "scalar": ()}
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-6}
 STEPS = 50
 T = torch.optim
-Grid = dict[str, tuple[Any, ...]]
-
-# name -> (twin, its names for ours, grid of options, shapes)
-TABLE: dict[str, tuple[type[T.Optimizer], dict[str, str], Grid]] = {
-    "sgd": (
-        T.SGD,
-        {},
-        {"momentum": (0.0, 0.9), "dampening": (0.0, 0.3), "nesterov": (False, True), "weight_decay": (0.0, 0.125)},
-    ),
-    "adam": (
-        T.Adam,
-        {},
-        {"b1": (0.0, 0.9), "b2": (0.999, 0.9), "weight_decay": (0.0, 0.125), "amsgrad": (False, True)},
-    ),
-    "adamw": (
-        T.AdamW,
-        {},
-        {"b1": (0.9, 0.5), "eps": (1e-8, 1e-3), "weight_decay": (0.0, 0.125), "amsgrad": (False, True)},
-    ),
-    "nadam": (
-        T.NAdam,
-        {},
-        {"momentum_decay": (4e-3, 0.1), "weight_decay": (0.0, 0.125), "decoupled_weight_decay": (False, True)},
-    ),
-    "radam": (
-        T.RAdam,
-        {},
-        {"b2": (0.999, 0.9, 0.99), "weight_decay": (0.0, 0.125), "decoupled_weight_decay": (False, True)},
-    ),
-    "adamax": (T.Adamax, {}, {"b1": (0.9, 0.5), "b2": (0.999, 0.9), "eps": (1e-8, 0.1), "weight_decay": (0.0, 0.125)}),
-    "rmsprop": (
-        T.RMSprop,
-        {"decay": "alpha"},
-        {"decay": (0.99, 0.5), "momentum": (0.0, 0.9), "centered": (False, True), "weight_decay": (0.0, 0.125)},
-    ),
-    "adagrad": (
-        T.Adagrad,
-        {},
-        {"lr_decay": (0.0, 0.1), "initial_accumulator_value": (0.0, 0.5), "weight_decay": (0.0, 0.125)},
-    ),
-    "adadelta": (T.Adadelta, {}, {"rho": (0.9, 0.5), "eps": (1e-6, 0.1), "weight_decay": (0.0, 0.125)}),
-    "adafactor": (
-        T.Adafactor,
-        {"decay_rate": "beta2_decay", "clipping_threshold": "d"},
-        {
-            "decay_rate": (0.8, 0.5),
-            "eps": ((None, 1e-3), (1e-2, 0.5)),
-            "clipping_threshold": (1.0, 1.2),
-            "weight_decay": (0.0, 0.125),
-        },
-    ),
-    "muon": (
-        T.Muon,
-        {"adjust": "adjust_lr_fn"},
-        {"nesterov": (True, False), "weight_decay": (0.125,), "adjust": ("original", "match_rms_adamw")},
-    ),
-}
-OWN_SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
-    "muon": {"tall": (6, 3), "wide": (3, 5)},
-    "adafactor": {**SHAPES, "kernel": (2, 3, 4, 2)},
-}
-# Powers of two, so that torch's 1 - lr * weight_decay is exact: rounded to float32 it is up to 3e-8 off at every step,
-# 1.5e-6 after 50. Ours adds the decay to the direction and does not round it.
-RATES = {"adadelta": 1.0, "muon": 2**-6, "adafactor": 2**-3}
 
 
 def cases() -> list[Any]:
     found: list[Any] = []
-    for name, (_, _, grid) in TABLE.items():
-        for values in itertools.product(*grid.values()):
-            options = dict(zip(grid, values, strict=True))
+    for name, twin in TWINS.items():
+        for values in itertools.product(*twin.grid.values()):
+            options = dict(zip(twin.grid, values, strict=True))
             if options.get("nesterov") and (options.get("dampening") or options.get("momentum") == 0.0):
                 continue
             text = ",".join(f"{key}={value}" for key, value in options.items())
@@ -102,7 +38,7 @@ def cases() -> list[Any]:
 
 
 def twin_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    renamed = {TABLE[name][1].get(key, key): value for key, value in options.items()}
+    renamed = {TWINS[name].names.get(key, key): value for key, value in options.items()}
     if "beta2_decay" in renamed:
         renamed["beta2_decay"] *= -1
     if "b1" in renamed or "b2" in renamed:
@@ -119,12 +55,12 @@ def worst_error(
     tx: Transform,
     twin: Callable[[list[Tensor]], T.Optimizer],
     dtype: torch.dtype,
-    shapes: dict[str, tuple[int, ...]] | None = None,
+    shapes: dict[str, tuple[int, ...]] = SHAPES,
     before_step: Callable[[T.Optimizer, list[Tensor], int], None] = lambda optimizer, parameters, step: None,
 ) -> float:
     """The largest difference over all steps, relative to the largest number that its parameter has had."""
     generator = torch.Generator().manual_seed(0)
-    params = {name: torch.randn(shape, generator=generator, dtype=dtype) for name, shape in (shapes or SHAPES).items()}
+    params = {name: torch.randn(shape, generator=generator, dtype=dtype) for name, shape in shapes.items()}
     parameters = [torch.nn.Parameter(p.clone()) for p in params.values()]
     optimizer, state, worst = twin(parameters), tx.init(params), 0.0
     size = {name: p.abs().max() for name, p in params.items()}
@@ -145,17 +81,20 @@ def worst_error(
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(("name", "options"), cases())
 def test_every_step_equals_the_twin_in_torch(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
-    rate = RATES.get(name, 2**-7)
-    tx = getattr(optim, name)(rate, **options)
+    twin, make = TWINS[name], getattr(optim, name)
     error = worst_error(
-        tx, lambda ps: TABLE[name][0](ps, lr=rate, **twin_options(name, options)), dtype, OWN_SHAPES.get(name)
+        make(twin.rate, **options),
+        lambda ps: twin.optimizer(ps, lr=twin.rate, **twin_options(name, options)),  # type: ignore[call-arg]
+        dtype,
+        twin.shapes,
     )
     assert error <= TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", TWINS)
 def test_the_defaults_are_those_of_the_twin(name: str) -> None:
-    error = worst_error(getattr(optim, name)(), TABLE[name][0], torch.float64, OWN_SHAPES.get(name))
+    twin = TWINS[name]
+    error = worst_error(getattr(optim, name)(), twin.optimizer, torch.float64, twin.shapes)  # type: ignore[arg-type]
     assert error <= TOLERANCE[torch.float64]
 
 
@@ -163,13 +102,15 @@ def test_the_defaults_are_those_of_the_twin(name: str) -> None:
 def test_a_step_in_the_other_direction_is_not_equal(name: str) -> None:
     """The planted fault: a twin that maximizes."""
     tx = getattr(optim, name)(2**-7)
-    assert worst_error(tx, lambda ps: TABLE[name][0](ps, lr=2**-7, maximize=True), torch.float32) > 1e-3
+    assert worst_error(tx, lambda ps: TWINS[name].optimizer(ps, lr=2**-7, maximize=True), torch.float32) > 1e-3
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw", "radam"])
 def test_maximizing_is_a_chain_with_scale(name: str) -> None:
     tx = optim.chain(optim.scale(-1.0), getattr(optim, name)(2**-7, weight_decay=0.125))
-    error = worst_error(tx, lambda ps: TABLE[name][0](ps, lr=2**-7, weight_decay=0.125, maximize=True), torch.float64)
+    error = worst_error(
+        tx, lambda ps: TWINS[name].optimizer(ps, lr=2**-7, weight_decay=0.125, maximize=True), torch.float64
+    )
     assert error <= TOLERANCE[torch.float64]
 
 
@@ -237,10 +178,7 @@ def _optax_error(optax: Any, jnp: Any, name: str, rate: float, options: dict[str
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.125])
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [("lion", {}), ("lion", {"b1": 0.5, "b2": 0.9}), ("lamb", {}), ("lamb", {"b1": 0.5, "b2": 0.9, "eps": 1e-3})],
-)
+@pytest.mark.parametrize(("name", "options"), [(name, each) for name, given in OPTAX.items() for each in given])
 def test_every_step_equals_optax_where_torch_has_no_twin(
     name: str, options: dict[str, float], weight_decay: float
 ) -> None:

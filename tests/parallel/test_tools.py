@@ -85,12 +85,22 @@ def test_a_range_of_learning_rates_is_that_of_one_process(found: list[dict[str, 
             "other widths",
             "StepContractError: predict, batch 6: without its rows the shape is [2] in process 0, and [3]",
         ),
+        (
+            "lbfgs",
+            "ConfigError: program: the transform evaluates the loss of a call again, which it cannot do with sev",
+        ),
+        ("complex", "ConfigError: distribute: is not defined for complex parameters: weight is one"),
         ("a stream", "RankError: predict: a loader without indices cannot be divided among 2 processes"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_every_process(found: list[dict[str, Any]], name: str, words: str):
     for both in found:
         assert both["refusals"][name].startswith(words), both["refusals"][name]
+
+
+def test_a_step_hands_out_the_rows_of_its_process(found: list[dict[str, Any]]):
+    # Row 0 of a batch of one stands in for the rows that the first process has not.
+    assert [both["handed out"] for both in found] == [[[0.0, 1.0], [0.0]], [[2.0, 3.0, 4.0], [0.0]]]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

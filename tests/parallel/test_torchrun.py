@@ -35,7 +35,6 @@ def test_byte_lm_in_two_processes_is_byte_lm_in_one(tmp_path: Path):
     assert one[-1].startswith("held-out bits per byte ")
     assert two[-2:] == one[-2:]  # the same text and the same score, printed once
     assert sum(line.startswith("held-out") for line in two) == 1
-    assert example("byte_lm", tmp_path / "2", 2, **options)[-2:] == two[-2:]  # nothing is left to do
 
 
 @pytest.mark.slow

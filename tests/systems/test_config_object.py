@@ -392,9 +392,13 @@ def example() -> Any:
 
 @pytest.mark.row("3.10", "3.14", "3.17", "3.18")
 @pytest.mark.slow
+@pytest.mark.parametrize("switches", ["some", "all"])
 def test_the_example_makes_the_same_runs_from_its_file_and_from_code(
-    example: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    switches: str, example: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
+    if switches == "some":
+        some = ("as it stands", "fast_dev_run=2", "max_steps=20")
+        monkeypatch.setattr(example, "SWITCHES", {name: example.SWITCHES[name] for name in some})
     share = example.main(example.Config(runs=tmp_path, epochs=10, switched_epochs=12))
     lines = capsys.readouterr().out.splitlines()
     assert share == 1.0

@@ -137,8 +137,18 @@ def test_errors_name_the_cure(caplog: pytest.LogCaptureFixture) -> None:
         trained(made(), ps.reduce_on_plateau("val_lossy", mode="min"))
     with pytest.raises(ConfigError, match="mode"):
         ps.reduce_on_plateau("val_score")
-    with pytest.raises(ConfigError, match=r"factor=2 must be in \(0, 1\)"):
-        ps.reduce_on_plateau(factor=2)
+    wrong: dict[str, tuple[Any, str]] = {
+        "factor": (1.0, r"factor=1\.0 must be in \(0, 1\)"),
+        "patience": (-1, "patience=-1 must be an int of at least 0"),
+        "threshold": (-1.0, r"threshold=-1\.0 must be a finite number of at least 0"),
+        "threshold_mode": ("relative", "threshold_mode='relative'"),
+        "cooldown": (-1, "cooldown=-1 must be an int"),
+        "min_scale": (2, r"min_scale=2 must be in \[0, 1\]"),
+        "mode": ("least", "mode='least'"),
+    }
+    for name, (value, message) in wrong.items():
+        with pytest.raises(ConfigError, match=f"^reduce_on_plateau: {message}"):
+            ps.reduce_on_plateau(**{name: value})
     with pytest.raises(StateError, match="a tuple of 2 TrainStates"):
         ps.reduce_on_plateau()(ps.events.FitStart((made().init(), made().init()), 0, 0, 1, None, 1, None, False))
     with caplog.at_level(logging.WARNING):

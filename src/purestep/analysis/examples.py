@@ -18,10 +18,7 @@ from ..torch_ext import hidden, tensor_layout
 from ..types import Mean, Metrics, Params, TrainState
 from . import plain_functions
 
-_MAPPED = (
-    "use operations that torch.func maps (tests/derivatives/layers.md lists layers), or call program.train_step on "
-    "single rows"
-)
+_MAPPED = "use operations that torch.func maps, or call program.train_step on single rows"
 CHUNK_BYTES = 256 * 2**20
 """Gradients of one chunk take about this much memory if the caller sets no ``chunk_size``."""
 

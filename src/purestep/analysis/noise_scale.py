@@ -12,10 +12,9 @@ from .. import tree
 from ..errors import ConfigError
 from ..optim import global_norm
 from ..state import check_count
-from ..step import Parts, check_divisible, check_state, drawn_in_step, microbatch, parts_for, wide
+from ..step import Parts, check_divisible, check_state, drawn_in_step, microbatch, parts_for
 from ..types import Params, Program, TrainState
-from . import plain_functions
-from .examples import chunks, explained
+from .examples import chunks
 
 
 class NoiseScale(NamedTuple):
@@ -27,7 +26,7 @@ class NoiseScale(NamedTuple):
 
 
 def gradient_noise_scale(
-    program: Program, *, parts: int | None = None, chunk_size: int | None = None, train: bool = True
+    program: Program, *, chunk_size: int | None = None, train: bool = True
 ) -> Callable[..., NoiseScale]:
     r"""Return a function that estimates the simple noise scale of McCandlish et al. (2018).
 
@@ -40,10 +39,7 @@ def gradient_noise_scale(
     two gradients of positive weight is left out; if all are, the estimates are nan. Dropout is part of the noise.
 
     Args:
-        program: from `program`, not distributed.
-        parts: None: gradients of single examples, by `per_example`. An int >= 2: gradients of this many equal parts of
-            each batch, one after another (the paper's two batch sizes: a part and the batch), for models that cannot be
-            mapped (BatchNorm). More parts give better estimates.
+        program: from `program`, not distributed; `per_example` says which models have gradients of single examples.
         chunk_size: as for `per_example`.
         train: run the module in train mode.
 
@@ -51,10 +47,8 @@ def gradient_noise_scale(
         ``(state, *batches, context=()) -> NoiseScale``, without a wait for the device.
 
     Raises:
-        ConfigError: ``parts`` is less than 2, or the program has no objective or is distributed, or its loss has
-            ``reduction="sum"``.
-        StateError, DataError, StepContractError: from the function: as `per_example`; a batch has fewer than 2 rows, or
-            fewer than ``parts``.
+        ConfigError: the program has no objective or is distributed, or its loss has ``reduction="sum"``.
+        StateError, DataError, StepContractError: from the function: as `per_example`; a batch has fewer than 2 rows.
 
     Example:
         >>> import torch, purestep as ps
@@ -66,10 +60,8 @@ def gradient_noise_scale(
         True
     """
     where = "gradient_noise_scale"
-    program_parts = parts_for(program, where)
-    check_divisible(program_parts, where)
-    if parts is not None:
-        check_count(where, least=2, parts=parts)
+    parts = parts_for(program, where)
+    check_divisible(parts, where)
     if chunk_size is not None:
         check_count(where, least=1, chunk_size=chunk_size)
 
@@ -80,16 +72,10 @@ def gradient_noise_scale(
             raise ConfigError("there is no batch", where=where, hint="pass (state, batch)")
 
         def of_batch(batch: Any) -> tuple[Tensor, Tensor, Tensor]:
-            least = parts or 2
             rows = microbatch.count_rows(tree.dicts(batch))
-            if rows < least:
-                raise ConfigError(f"a batch of {rows} rows has no {least} parts", where=where, hint="pass more rows")
-            if parts is None:
-                found = _examples(program_parts, state, batch, context, chunk_size, train)
-            else:
-                found = _gradients(program_parts, state, batch, context, parts, train)
-            size = 1.0 if parts is None else rows / parts
-            return _estimates(found, size)
+            if rows < 2:
+                raise ConfigError("a batch of one row has no spread", where=where, hint="pass more rows")
+            return _estimates(_examples(parts, state, batch, context, chunk_size, train))
 
         def run() -> NoiseScale:
             found = [of_batch(batch) for batch in batches]
@@ -111,13 +97,9 @@ class _Sums(NamedTuple):
     number: Tensor  # shape=(): how many have a weight
 
 
-def _estimates(found: Iterator[_Sums], size: float) -> tuple[Tensor, Tensor, Tensor]:
+def _estimates(found: Iterator[_Sums]) -> tuple[Tensor, Tensor, Tensor]:
     """The trace of the covariance of single examples, the squared norm of the true gradient, and True if these are
     defined: at least two gradients have a weight.
-
-    Args:
-        found: sums over disjoint sets of gradients.
-        size: the number of examples behind each gradient.
     """
     total = next(found)
     for each in found:
@@ -125,7 +107,7 @@ def _estimates(found: Iterator[_Sums], size: float) -> tuple[Tensor, Tensor, Ten
     mean = global_norm(total.grads) / total.weights
     squares = total.squares * (total.number / total.weights).square()
     variance = (squares - total.number * mean.square()) / (total.number - 1)
-    return variance * size, mean.square() - variance / total.number, total.number > 1
+    return variance, mean.square() - variance / total.number, total.number > 1
 
 
 def _examples(
@@ -137,22 +119,3 @@ def _examples(
         grads = {name: torch.einsum("n,n...->...", weights.to(g.dtype), g) for name, g in chunk.grads.items()}
         squares = (weights * chunk.norms).square().sum()
         yield _Sums(grads, squares, weights.sum(), (weights > 0).sum())
-
-
-def _gradients(
-    parts: Parts, state: TrainState, batch: Any, context: tuple[Any, ...], count: int, train: bool
-) -> Iterator[_Sums]:
-    for rows in microbatch.split(tree.dicts(batch), count):
-
-        def mean(params: Params, rows: Any = rows) -> tuple[Tensor, Tensor]:
-            loss = parts.loss(params, state, rows, context, train=train)[0]
-            return loss.mean, loss.weight
-
-        cure = "use operations that torch.func differentiates"
-        with explained("gradient_noise_scale", cure), plain_functions.differentiable():
-            grads, weight = torch.func.grad(mean, has_aux=True)(state.params)
-        weighted = {
-            name: torch.where(weight > 0, g.to(wide(g.dtype)) * weight.to(wide(g.dtype)), 0)
-            for name, g in grads.items()
-        }
-        yield _Sums(weighted, global_norm(weighted).square(), weight.to(wide(weight.dtype)), (weight > 0).sum())

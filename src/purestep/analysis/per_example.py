@@ -43,7 +43,7 @@ def per_example(
 
     BatchNorm in train mode mixes the examples of a batch and raises an error: keep it in eval mode with
     ``ps.program(..., keep_eval=...)``, or pass ``train=False``. Activation checkpointing, nested and sparse tensors,
-    and code that reads a tensor's value cannot be mapped. tests/derivatives/layers.md lists layers.
+    and code that reads a tensor's value cannot be mapped.
 
     Args:
         program: from `program`, not distributed.

@@ -161,7 +161,18 @@ def _check_backend(backend: Any) -> None:
         check_choice("compile_step", known, also=also, backend=backend)
 
 
+def evaluates_again(static: Static | None) -> bool:
+    """True if the transform of a program evaluates the loss again: no graph does that as often as its values say."""
+    return static is not None and getattr(static.tx, "evaluates", False)
+
+
 def _check_launch(static: Static | None, *, donate: Any, cuda_graph: bool | None, unroll: int) -> None:
+    if evaluates_again(static):
+        raise ConfigError(
+            "the transform evaluates the loss as often as its values say, which no graph does",
+            where="compile_step",
+            hint="train in eager mode: compile=False",
+        )
     check_choice("compile_step", (True, False, "init"), donate=donate)
     if cuda_graph and not donate:
         raise ConfigError(

@@ -12,7 +12,7 @@ from ..errors import ConfigError, PurestepError
 from ..state import nearest
 from ..step import counting, static_of
 from ..types import Device, EvalStep, Metrics, Program, Tree
-from .api import compile_program
+from .api import compile_program, evaluates_again
 from .capture import Uncaptured
 from .compiled_step import CompiledStep
 from .eager_donation import can_donate, donate, without_donation
@@ -47,7 +47,8 @@ def prepared(
     Args:
         program: which may be compiled.
         device: of the state.
-        wanted: "auto": compiled on CUDA, with eager steps where that fails; a program that is compiled stays as it is.
+        wanted: "auto": compiled on CUDA, with eager steps where that fails; a program that is compiled stays as it is,
+            and so does one whose transform evaluates the loss again.
             True or the options of `compile_program`: compiled. False: as it is.
         donated: the steps write into the memory of their state; "init": of the first one too.
         say: is called with the reason, once for each, if steps that were to be compiled run in eager mode.
@@ -57,7 +58,8 @@ def prepared(
     """
     eager = eager_program(program)
     compiled_already = eager.train_step is not program.train_step
-    if wanted is False or (wanted == "auto" and (compiled_already or device.type != "cuda")):
+    stays = compiled_already or device.type != "cuda" or evaluates_again(static_of(eager.train_step))
+    if wanted is False or (wanted == "auto" and stays):
         return program if compiled_already or not donated else _donated(program, device, init=donated == "init")
     options: dict[str, Any] = {"donate": donated}
     if isinstance(wanted, Mapping):

@@ -14,7 +14,4 @@ from .command_line import cli as cli
 from .lightning import Plan as Plan
 from .lightning import from_lightning as from_lightning
 from .settings import FitConfig as FitConfig
-from .sources import count_batches as count_batches
-from .sources import load as load
 from .sources import read as read
-from .sources import resolve as resolve

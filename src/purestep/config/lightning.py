@@ -3,14 +3,15 @@
 Each argument is used, or refused with the cure; none is dropped silently. The docstring of `from_lightning` lists the
 differences from Lightning.
 
-Reading order: `Plan` and `from_lightning`; then the table of arguments and their checks; then one part for each field
+Reading order: `Plan` and `from_lightning`; then the table of arguments; then one part for each field
 of the plan: the device, the program, the run.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -81,14 +82,10 @@ def from_lightning(settings: object, *, strict: bool = False) -> Plan:
         1
     """
     given = _known(sources.as_mapping(settings, where=_WHERE), strict=strict)
-    for name, value in given.items():
-        if name in _REFUSED and not _REFUSED[name].accepts(value):
-            refusal = _REFUSED[name]
-            raise ConfigError(f"{name}={value!r}: {refusal.finding}", where=_WHERE, hint=refusal.cure)
-    read = {name: _checked(name, value, _KINDS[name]) if name in _KINDS else value for name, value in given.items()}
-    args = DEFAULTS | _barebones(read)
-    processes = _read_processes(args)
-    device = _read_device(args, several=bool(processes.distribute))
+    args = DEFAULTS | _barebones({name: _checked(name, value) for name, value in given.items()})
+    devices = _read_devices(args["devices"], args["accelerator"])
+    processes = _read_processes(args, devices.number)
+    device = _read_device(args, None if processes.distribute else devices.first)
     return Plan(
         program={"precision": _read_precision(args["precision"]), "accumulate": args["accumulate_grad_batches"]},
         clip=_clip(args),
@@ -103,127 +100,87 @@ def from_lightning(settings: object, *, strict: bool = False) -> Plan:
 # --- the arguments ----------------------------------------------------------------------------------------------------
 
 
-DEFAULTS: dict[str, Any] = {
-    "accelerator": "auto",
-    "strategy": "auto",
-    "devices": "auto",
-    "num_nodes": 1,
-    "precision": None,
-    "logger": None,
-    "callbacks": None,
-    "fast_dev_run": False,
-    "max_epochs": None,
-    "min_epochs": None,
-    "max_steps": -1,
-    "min_steps": None,
-    "max_time": None,
-    "limit_train_batches": None,
-    "limit_val_batches": None,
-    "limit_test_batches": None,
-    "limit_predict_batches": None,
-    "overfit_batches": 0.0,
-    "val_check_interval": None,
-    "check_val_every_n_epoch": 1,
-    "num_sanity_val_steps": None,
-    "log_every_n_steps": None,
-    "enable_checkpointing": None,
-    "enable_progress_bar": None,
-    "enable_model_summary": None,
-    "accumulate_grad_batches": 1,
-    "gradient_clip_val": None,
-    "gradient_clip_algorithm": None,
-    "deterministic": None,
-    "benchmark": None,
-    "inference_mode": True,
-    "use_distributed_sampler": True,
-    "profiler": None,
-    "detect_anomaly": False,
-    "barebones": False,
-    "plugins": None,
-    "sync_batchnorm": False,
-    "reload_dataloaders_every_n_epochs": 0,
-    "default_root_dir": None,
-    "enable_autolog_hparams": True,
-    "model_registry": None,
+class _Argument(NamedTuple):
+    """An argument of a Trainer: what `from_lightning` makes of it before it is read below."""
+
+    default: Any = None  # in Lightning 2.6; None is "not set" there too
+    kind: Any = None  # a type of `fields`; None: read below
+    example: str = ""  # the cure for a value of another type
+    finding: str = ""  # purestep has no such thing: only values of `only` are accepted, and None
+    cure: str = ""
+    only: tuple[Any, ...] = ()
+
+
+_BATCHES = "0.1, or 10"
+_INTERVAL = "val_check_interval=1.0 for each epoch, 100 for every 100 batches"
+ARGUMENTS: dict[str, _Argument] = {
+    "accelerator": _Argument("auto"),
+    "strategy": _Argument("auto"),
+    "devices": _Argument("auto"),
+    "num_nodes": _Argument(1, fields.Count, "num_nodes=1"),
+    "precision": _Argument(),
+    "logger": _Argument(),
+    "callbacks": _Argument(),
+    "fast_dev_run": _Argument(False, fields.DevRun),
+    "max_epochs": _Argument(None, fields.Limit, "max_epochs=10"),
+    "min_epochs": _Argument(None, fields.AtLeast0, "min_epochs=1"),
+    "max_steps": _Argument(-1, fields.Limit, "max_steps=1000"),
+    "min_steps": _Argument(None, fields.AtLeast0, "min_steps=1"),
+    "max_time": _Argument(None, fields.Seconds, 'max_time="00:08:00:00"'),
+    "limit_train_batches": _Argument(None, fields.ShareOrNone, f"limit_train_batches={_BATCHES}"),
+    "limit_val_batches": _Argument(None, fields.ShareOrNone, f"limit_val_batches={_BATCHES}"),
+    "limit_test_batches": _Argument(
+        finding="fit does not test",
+        cure="ps.evaluate(state, itertools.islice(test, 10), program.eval_step)",
+        only=(1.0,),
+    ),
+    "limit_predict_batches": _Argument(
+        finding="fit does not predict", cure="ps.predict(program, state, itertools.islice(loader, 10))", only=(1.0,)
+    ),
+    "overfit_batches": _Argument(0.0, fields.ShareOrNone, "overfit_batches=10"),
+    "val_check_interval": _Argument(None, fields.Share, _INTERVAL),
+    "check_val_every_n_epoch": _Argument(1, fields.Minimum, "check_val_every_n_epoch=1"),
+    "num_sanity_val_steps": _Argument(
+        finding="fit evaluates nothing before training", cure="run with fast_dev_run=2 first, or pass 0", only=(0,)
+    ),
+    "log_every_n_steps": _Argument(None, fields.AtLeast0, "log_every_n_steps=50"),
+    "enable_checkpointing": _Argument(None, fields.Flag),
+    "enable_progress_bar": _Argument(None, fields.Flag),
+    "enable_model_summary": _Argument(
+        finding="fit prints no summary of the model", cure="print(ps.summary(program, state, batch))", only=(False,)
+    ),
+    "accumulate_grad_batches": _Argument(1, fields.Count, "accumulate_grad_batches=4"),
+    "gradient_clip_val": _Argument(),
+    "gradient_clip_algorithm": _Argument(),
+    "deterministic": _Argument(),
+    "benchmark": _Argument(None, fields.Flag),
+    "inference_mode": _Argument(True, fields.Flag),  # changes nothing: purestep evaluates without gradients
+    "use_distributed_sampler": _Argument(True, fields.Flag),
+    "profiler": _Argument(finding="fit takes a window of updates instead", cure="ps.fit(..., profile=(10, 13))"),
+    "detect_anomaly": _Argument(False, fields.Flag),
+    "barebones": _Argument(False, fields.Flag),
+    "plugins": _Argument(
+        finding="purestep has no plugins", cure="pass precision=..., or write your own step", only=([],)
+    ),
+    "sync_batchnorm": _Argument(False, fields.Flag),
+    "reload_dataloaders_every_n_epochs": _Argument(
+        0,
+        finding="fit gets its loaders once",
+        cure="pass a loader whose __iter__ reopens the data: it is called in each epoch",
+        only=(0,),
+    ),
+    "default_root_dir": _Argument(),
+    "enable_autolog_hparams": _Argument(True, fields.Flag),  # changes nothing: purestep logs no settings
+    "model_registry": _Argument(finding="purestep uploads nothing", cure="ps.export_weights(path, program, state)"),
 }
 """The signature of Lightning 2.6."""
-
-
-_KINDS: dict[str, Any] = {
-    # inference_mode and enable_autolog_hparams change nothing: purestep evaluates without gradients, logs no settings.
-    **dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "detect_anomaly", "barebones"), fields.Flag),
-    **dict.fromkeys(("benchmark", "inference_mode", "use_distributed_sampler", "sync_batchnorm"), fields.Flag),
-    **dict.fromkeys(("enable_autolog_hparams",), fields.Flag),
-    **dict.fromkeys(("num_nodes", "accumulate_grad_batches"), fields.Count),
-    **dict.fromkeys(("max_epochs", "max_steps"), fields.Limit),
-    **dict.fromkeys(("min_epochs", "min_steps", "log_every_n_steps"), fields.AtLeast0),
-    **dict.fromkeys(("limit_train_batches", "limit_val_batches", "overfit_batches"), fields.ShareOrNone),
-    "max_time": fields.Seconds,
-    "fast_dev_run": fields.DevRun,
-    "val_check_interval": fields.Share,
-    "check_val_every_n_epoch": fields.Minimum,
-}
-"""The types of arguments. The others are read below."""
-
-
+DEFAULTS = {name: argument.default for name, argument in ARGUMENTS.items()}
 _TEXT = ("precision", "devices", "default_root_dir", "model_registry")
 
 
-_EXAMPLES = {
-    "accumulate_grad_batches": "accumulate_grad_batches=4",
-    "check_val_every_n_epoch": "check_val_every_n_epoch=1",
-    "fast_dev_run": "fast_dev_run=True",
-    "limit_train_batches": "limit_train_batches=0.1, or 10",
-    "limit_val_batches": "limit_val_batches=0.1, or 10",
-    "log_every_n_steps": "log_every_n_steps=50",
-    "max_epochs": "max_epochs=10",
-    "max_steps": "max_steps=1000",
-    "max_time": 'max_time="00:08:00:00"',
-    "min_epochs": "min_epochs=1",
-    "min_steps": "min_steps=1",
-    "overfit_batches": "overfit_batches=10",
-    "val_check_interval": "val_check_interval=1.0 for each epoch, 100 for every 100 batches",
-}
-
-
-class _Refusal(NamedTuple):
-    accepts: Callable[[Any], bool]
-    finding: str
-    cure: str
-
-
-def _only(*accepted: Any) -> Callable[[Any], bool]:
-    """Accept only these values. Types count: 1 is not 1.0."""
-    return lambda value: any(type(value) is type(one) and value == one for one in accepted)
-
-
-_REFUSED = {
-    "enable_model_summary": _Refusal(
-        _only(False), "fit prints no summary of the model", "print(ps.summary(program, state, batch))"
-    ),
-    "limit_predict_batches": _Refusal(
-        _only(1.0), "fit does not predict", "ps.predict(program, state, itertools.islice(loader, 10))"
-    ),
-    "limit_test_batches": _Refusal(
-        _only(1.0), "fit does not test", "ps.evaluate(state, itertools.islice(test, 10), program.eval_step)"
-    ),
-    "model_registry": _Refusal(_only(), "purestep uploads nothing", "ps.export_weights(path, program, state)"),
-    "num_sanity_val_steps": _Refusal(
-        _only(0), "fit evaluates nothing before training", "run with fast_dev_run=2 first, or pass 0"
-    ),
-    "plugins": _Refusal(_only([]), "purestep has no plugins", "pass precision=..., or write your own step"),
-    "profiler": _Refusal(_only(), "fit takes a window of updates instead", "ps.fit(..., profile=(10, 13))"),
-    "val_check_interval": _Refusal(
-        lambda value: not isinstance(value, str | Mapping | timedelta),
-        "evaluation is counted in batches or epochs, not in time",
-        _EXAMPLES["val_check_interval"],
-    ),
-    "reload_dataloaders_every_n_epochs": _Refusal(
-        _only(0),
-        "fit gets its loaders once",
-        "pass a loader whose __iter__ reopens the data: it is called in each epoch",
-    ),
-}
+def _only(value: Any, *accepted: Any) -> bool:
+    """True for these values. Types count: 1 is not 1.0."""
+    return any(type(value) is type(one) and value == one for one in accepted)
 
 
 def _known(given: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
@@ -261,18 +218,25 @@ def _barebones(given: dict[str, Any]) -> dict[str, Any]:
     return given | off
 
 
-def _checked(name: str, value: Any, kind: Any) -> Any:
-    """Read an argument as a type of `fields`; add the argument's name and an example to its error.
+def _checked(name: str, value: Any) -> Any:
+    """The value of an argument, read as its type.
 
     Raises:
-        ConfigError: the value is none of this type.
+        ConfigError: it is none of this type, or purestep has no such thing.
     """
+    argument = ARGUMENTS[name]
+    if argument.finding and not _only(value, *argument.only):
+        raise ConfigError(f"{name}={value!r}: {argument.finding}", where=_WHERE, hint=argument.cure)
+    if name == "val_check_interval" and isinstance(value, str | Mapping | timedelta):
+        what = f"{name}={value!r}: evaluation is counted in batches or epochs, not in time"
+        raise ConfigError(what, where=_WHERE, hint=_INTERVAL)
+    if argument.kind is None:
+        return value
     try:
-        return messages.read(kind, value)
+        return messages.read(argument.kind, value)
     except ValueError as error:
-        raise ConfigError(
-            f"{name}={value!r}: {error}", where=_WHERE, hint=_EXAMPLES.get(name, f"{name}=True")
-        ) from None
+        hint = argument.example or f"{name}=True"
+        raise ConfigError(f"{name}={value!r}: {error}", where=_WHERE, hint=hint) from None
 
 
 # --- the device -------------------------------------------------------------------------------------------------------
@@ -290,16 +254,15 @@ _SHARDED = ("fsdp", "deepspeed", "deepspeed_stage_1", "deepspeed_stage_2", "deep
 _HYBRID = ("hybrid_shard", "HYBRID_SHARD")
 
 
-def _read_processes(args: Mapping[str, Any]) -> _Processes:
-    """The mesh and the placement of a strategy, or empty ones.
+def _read_processes(args: Mapping[str, Any], count: int | None) -> _Processes:
+    """The mesh and the placement of a strategy with so many devices, or empty ones.
 
     Raises:
         RankError: the strategy has no equal here, or the devices are no count.
-        ConfigError: the strategy is unknown, or the number of nodes or devices is none.
+        ConfigError: the strategy is unknown.
     """
     strategy, nodes = _strategy(args["strategy"]), args["num_nodes"]
     several = strategy in (*_REPLICATED, *_SHARDED, *_HYBRID)
-    count = _count(args["devices"], args["accelerator"]) if args["devices"] != "auto" else None
     if not several and (count or 1) * nodes == 1:
         return _Processes({}, {})
     if strategy == "single_device":
@@ -354,12 +317,8 @@ def _strategy(value: Any) -> str:
     raise ConfigError(f"strategy={value!r} is unknown", where=_WHERE, hint='strategy="auto"')
 
 
-def _read_device(args: Mapping[str, Any], *, several: bool) -> str | None:
+def _read_device(args: Mapping[str, Any], index: int | None) -> str | None:
     """The torch device, or None for "auto".
-
-    Args:
-        args: of the Trainer.
-        several: torchrun's processes take a device each.
 
     Raises:
         ConfigError: the accelerator or the device is unknown.
@@ -372,7 +331,7 @@ def _read_device(args: Mapping[str, Any], *, several: bool) -> str | None:
             where=_WHERE,
             hint='accelerator="auto"',
         )
-    kind, index = kinds[accelerator], None if several else _index(args["devices"])
+    kind = kinds[accelerator]
     if index is None:
         return kind
     if kind == "cpu":
@@ -384,48 +343,34 @@ def _gpu() -> str:
     return "mps" if torch.backends.mps.is_available() and not torch.cuda.is_available() else "cuda"
 
 
-def _index(devices: Any) -> int | None:
-    """The index of the device, or None for any device."""
-    indices = _indices(devices)
-    return indices[0] if indices else None
+class _Devices(NamedTuple):
+    """The number of devices, and the index of the first one; None: any."""
+
+    number: int | None = None
+    first: int | None = None
 
 
-def _indices(devices: Any) -> list[int]:
-    """The devices that a list, or a text with commas, names; [] for a count.
-
-    Raises:
-        ConfigError: it is neither.
-    """
-    chosen = devices.split(",") if isinstance(devices, str) and "," in devices else devices
-    if not isinstance(chosen, list | tuple):
-        return []
-    try:
-        return [messages.read(fields.AtLeast0, one) for one in chosen if one != ""]
-    except ValueError:
-        raise _no_device(devices) from None
-
-
-def _count(devices: Any, accelerator: str) -> int:
-    """The number of devices.
+def _read_devices(given: Any, accelerator: Any) -> _Devices:
+    """The devices that a number, a list of indices, or a text of either names; any for "auto".
 
     Raises:
         ConfigError: none is named.
     """
-    number = len(_indices(devices))
-    if not isinstance(devices, list | tuple) and not (isinstance(devices, str) and "," in devices):
-        try:
-            number = messages.read(fields.Limit, devices)
-        except ValueError:
-            raise _no_device(devices) from None
-    if number == -1:
-        number = 1 if accelerator in ("cpu", "mps") else max(1, torch.cuda.device_count())
-    if not number:  # 0, or None of "none"
-        raise _no_device(devices)
-    return number
-
-
-def _no_device(devices: Any) -> ConfigError:
-    return ConfigError(f"devices={devices!r} names no device", where=_WHERE, hint='devices=1, or "auto"')
+    if given == "auto":
+        return _Devices()
+    chosen = given.split(",") if isinstance(given, str) and "," in given else given
+    count = index = None
+    with suppress(ValueError):
+        if isinstance(chosen, list | tuple):
+            indices: list[int] = [messages.read(fields.AtLeast0, one) for one in chosen if one != ""]
+            count, index = len(indices), indices[0] if indices else None
+        else:
+            count = messages.read(fields.Limit, chosen)
+    if count == -1:
+        count = 1 if accelerator in ("cpu", "mps") else max(1, torch.cuda.device_count())
+    if not count:  # 0, or None of "none"
+        raise ConfigError(f"devices={given!r} names no device", where=_WHERE, hint='devices=1, or "auto"')
+    return _Devices(count, index)
 
 
 # --- the program ------------------------------------------------------------------------------------------------------
@@ -512,7 +457,7 @@ def _limits(args: Mapping[str, Any]) -> dict[str, Any]:
 
 def _batch_limits(args: Mapping[str, Any]) -> dict[str, int | float] | None:
     found = {loader: args[f"limit_{loader}_batches"] for loader in ("train", "val")}
-    kept = {loader: limit for loader, limit in found.items() if limit is not None and not _only(1.0)(limit)}
+    kept = {loader: limit for loader, limit in found.items() if limit is not None and not _only(limit, 1.0)}
     return kept or None
 
 

@@ -240,8 +240,10 @@ class FitConfig(BaseModel):
 
 def _described() -> str:
     """The fields with their defaults and docstrings, for `help`, which does not show docstrings of attributes."""
-    fields = FitConfig.model_fields.items()
-    lines = [f"    {name} = {field.default!r}: {' '.join((field.description or '').split())}" for name, field in fields]
+    lines = [
+        f"    {name} (default {field.default!r}): {' '.join((field.description or '').split())}"
+        for name, field in FitConfig.model_fields.items()
+    ]
     return "\n".join(textwrap.fill(line, 118, subsequent_indent=" " * 8) for line in lines)
 
 

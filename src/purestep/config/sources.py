@@ -111,23 +111,6 @@ def read(path: str | Path) -> dict[str, Any]:
     return found
 
 
-def load(path: str | Path) -> FitConfig:
-    """The `FitConfig` in a JSON or TOML file.
-
-    Raises:
-        ConfigError: as `read` and `FitConfig`.
-
-    Example:
-        >>> import json, tempfile
-        >>> path = Path(tempfile.mkdtemp(), "fit.json")
-        >>> config = FitConfig(epochs=3, monitor="val_loss")
-        >>> _ = path.write_text(json.dumps(config.to_dict()))
-        >>> load(path) == config
-        True
-    """
-    return resolve(Path(path))
-
-
 def count_batches(limit: int | float | None, length: int | None, *, loader: str) -> int | None:
     """The number of batches of a loader that a limit allows.
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from .. import optim, rng, tree
 from ..analysis import plain_functions
 from ..errors import ConfigError, DataError, PurestepError, StateError, StepContractError
-from ..metrics import Gathered
+from ..metrics import Gathered, handed_out
 from ..model import functional
 from ..state import check_choice, check_count, known_keywords, stacked, views
 from ..step import Adding, Closing, static_of
@@ -466,7 +466,8 @@ def _with_key(new: TrainState, old: TrainState) -> TrainState:
 
 def _by_member(metrics: Metrics, members: int) -> Metrics:
     """Split metrics that compute their value themselves into one for each member, called ``name[i]``."""
-    split = [name for name, value in metrics.items() if isinstance(value, Gathered) or type(value) is not Mean]
+    means = handed_out.measured(metrics)
+    split = [name for name, value in means.items() if isinstance(value, Gathered) or type(value) is not Mean]
     if not split:
         return metrics
     found: dict[str, Any] = {name: value for name, value in metrics.items() if name not in split}

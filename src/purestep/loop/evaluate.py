@@ -12,7 +12,7 @@ from .. import data, tree
 from .. import metrics as metrics_
 from ..compile import takes_index
 from ..errors import ConfigError, StepContractError
-from ..metrics import Gathered
+from ..metrics import Gathered, handed_out
 from ..state import vector_name, views
 from ..step import counting
 from ..types import EvalStep, Mean, Metrics, TrainStep, Tree
@@ -61,7 +61,7 @@ def run_epoch(
     try:
         for batch in data.prefetch(feed.epoch(epoch, start), data.device_of(state), name="train"):
             state, metrics = check_pair(step(state, batch))
-            queue.add(None, metrics)
+            queue.add(None, handed_out.measured(metrics))
             queue.add_to(total, wait=False)
     finally:
         if feed is not loader:
@@ -188,7 +188,8 @@ def check_pair(result: Any) -> tuple[Tree, Metrics]:
         StepContractError: it is not.
     """
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict):
-        return result[0], check_metrics(result[1], where="train_step")
+        check_metrics(handed_out.measured(result[1]), where="train_step")
+        return result
     raise StepContractError(
         f"returned a {type(result).__name__}"
         + (f" of {len(result)}" if isinstance(result, tuple) and not hasattr(result, "_fields") else ""),

@@ -24,6 +24,7 @@ from ..errors import (
     StateError,
     StepContractError,
 )
+from ..metrics import handed_out
 from ..snapshot import Snapshots
 from ..state import views
 from ..types import Metrics, Program, Tree
@@ -367,10 +368,13 @@ class _Run:
     def _count(self, call: Call, metrics: Metrics | MetricVector, batch: Any) -> None:
         """Hand the metrics of a call to the accounts and the callbacks, and take in what is due of earlier ones."""
         recorded = [hook.after_call(self.state, call) for hook in self.hooks]
+        outputs: dict[str, Any] = {}
+        if type(metrics) is dict:  # a vector has none
+            outputs, metrics = handed_out.outputs(metrics), handed_out.measured(metrics)
         self.accounting.add(call, metrics, self.loop, batch)
         if call.closing and self.callbacks.has_callbacks:
             updates = self.loop.updates_at_most
-            event = events.StepEnd(self.state, as_dict(metrics), batch, call.epoch, call.batch, updates)
+            event = events.StepEnd(self.state, as_dict(metrics), batch, call.epoch, call.batch, updates, outputs)
             self.state, self.loop = self._with_answers(self.state, self.loop, self.callbacks.ask(event))
         for found in filter(None, recorded):
             self._dispatch(found)

@@ -11,6 +11,7 @@ from .. import tree
 from ..errors import ConfigError
 from ..events import Histogram, Histograms
 from ..parallel import placement
+from ..torch_ext import complex_numbers
 from ..types import Params, Program, TrainState, Tree
 from .call_hooks import CallHook
 from .loop_state import Call, LoopState
@@ -93,8 +94,8 @@ class _Before(NamedTuple):
 
 
 def histogram(value: Tensor) -> Histogram | None:
-    """The histogram of the finite numbers of a tensor; None if there are none."""
-    numbers = value.detach().flatten()
+    """The histogram of the finite numbers of a tensor, of a complex one of their parts; None if there are none."""
+    numbers = complex_numbers.as_real(value.detach()).flatten()
     numbers = numbers[torch.isfinite(numbers)].to("cpu", torch.float64)
     if not len(numbers):
         return None

@@ -49,10 +49,10 @@ class Feeds(NamedTuple):
 
 
 def settings(config: object, fields: Mapping[str, Any]) -> FitConfig:
-    """Return the settings of `config` and `fields`: see `config.resolve`."""
-    from ..config import resolve  # late, see above
+    """Return the settings of `config` and `fields`: see `config.sources`."""
+    from ..config import sources  # late, see above
 
-    return resolve(config, fields)
+    return sources.resolve(config, fields)
 
 
 def checked_program(program: Any) -> Program:
@@ -133,9 +133,9 @@ def _limited(name: str, loader: Any, config: FitConfig, seed: int, mesh: paralle
 
 
 def _share(amount: int | float, feed: data.Feed) -> int:
-    from ..config import count_batches  # late, see above
+    from ..config import sources  # late, see above
 
-    count = count_batches(amount, feed.count(0) or feed.length, loader=feed.name)
+    count = sources.count_batches(amount, feed.count(0) or feed.length, loader=feed.name)
     if count is None:
         raise DataError("has no length", where=feed.name, hint="overfit_batches=10, a number of batches")
     return count

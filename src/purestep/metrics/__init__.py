@@ -15,14 +15,13 @@ mean             empty, merge, compute, JSON
 classification   accuracy, precision, recall, F1
 regression       absolute and squared errors
 gathered         metrics that need all outputs of an evaluation
+handed_out       values that a step hands out besides its metrics
 torchmetrics     objects of torchmetrics as pure functions
 """
 
 from __future__ import annotations
 
 from ..types import Metric as Metric
-from .classification import Average as Average
-from .classification import CountOptions as CountOptions
 from .classification import Counts as Counts
 from .classification import accuracy as accuracy
 from .classification import counts as counts
@@ -30,7 +29,7 @@ from .classification import f1 as f1
 from .classification import precision as precision
 from .classification import recall as recall
 from .gathered import Gathered as Gathered
-from .gathered import numbers as numbers
+from .handed_out import outputs as outputs
 from .mean import as_mean as as_mean
 from .mean import compute as compute
 from .mean import empty as empty
@@ -40,4 +39,3 @@ from .mean import to_json as to_json
 from .regression import mean_absolute_error as mean_absolute_error
 from .regression import mean_squared_error as mean_squared_error
 from .torchmetrics import from_torchmetrics as from_torchmetrics
-from .torchmetrics import functions as functions

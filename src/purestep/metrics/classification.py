@@ -1,12 +1,13 @@
 """Classification metrics: accuracy, precision, recall, F1.
 
-Helpers at the end find the logits in the model's outputs and the class dimension in the logits.
+Helpers at the end find the logits in the model's outputs and the class dimension in the logits. Several labels for each
+example, and other averages, are metrics of torchmetrics (`from_torchmetrics`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, Unpack, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -15,19 +16,7 @@ from ..errors import ConfigError, StepContractError
 from ..state import check_choice
 from ..types import Mean
 
-Average: TypeAlias = Literal["binary", "micro", "macro"]
-
-
-class CountOptions(TypedDict, total=False):
-    """Options for reading predictions from outputs."""
-
-    threshold: float | None  # one output per target, positive above it (0.0 for logits); None: one output per class
-    ignore_index: int  # this target value does not count; -100 by default
-    class_dim: int | None  # the class dimension, 1 or -1, if both would fit
-    shift: bool  # each output predicts the next target
-
-
-_OPTIONS = tuple(CountOptions.__annotations__)
+_Average: TypeAlias = Literal["binary", "micro", "macro"]
 
 
 class Counts(NamedTuple):
@@ -38,7 +27,15 @@ class Counts(NamedTuple):
     fn: Tensor  # shape=(C,), dtype=float32: not predicted, but the target
 
 
-def accuracy(outputs: Any, targets: Tensor, *, k: int = 1, **options: Unpack[CountOptions]) -> Mean:
+def accuracy(
+    outputs: Any,
+    targets: Tensor,
+    *,
+    k: int = 1,
+    threshold: float | None = None,
+    ignore_index: int = -100,
+    shift: bool = False,
+) -> Mean:
     """The share of targets that are among the ``k`` largest outputs.
 
     Args:
@@ -46,27 +43,26 @@ def accuracy(outputs: Any, targets: Tensor, *, k: int = 1, **options: Unpack[Cou
             object with such ``.logits``.
         targets: class indices [N, d...].
         k: in [1, C].
-        **options: ``threshold``: for one output per target instead of one per class (equal shapes, or a last dimension
-            of size 1); an output above it is positive. Use 0.0 for logits, 0.5 for probabilities. ``ignore_index``:
-            this target value does not count; default -100. ``class_dim``: the class dimension, 1 or -1; needed only if
-            both would fit. ``shift``: each output predicts the next target, as in a causal language model.
+        threshold: for one output per target instead of one per class (equal shapes, or a last dimension of size 1): an
+            output above it is positive. Use 0.0 for logits, 0.5 for probabilities.
+        ignore_index: this target value does not count.
+        shift: each output predicts the next target, as in a causal language model.
 
     Raises:
-        StepContractError: the shapes do not fit together.
-        ConfigError: ``k`` is out of its range, or an option is unknown.
+        StepContractError: the shapes do not fit together, or the classes could be the second dimension and the last.
+        ConfigError: ``k`` is out of its range.
 
     Example:
         >>> logits = torch.tensor([[2.0, 1.0, 0.0], [0.0, 1.0, 2.0]])
         >>> float(accuracy(logits, torch.tensor([0, 1]))), float(accuracy(logits, torch.tensor([0, 1]), k=2))
         (0.5, 1.0)
     """
-    _check_options("accuracy", options)
-    logits, labels = aligned("accuracy", outputs, targets, shift=options.get("shift", False))
-    valid, threshold = labels != options.get("ignore_index", -100), options.get("threshold")
+    logits, labels = aligned("accuracy", outputs, targets, shift=shift)
+    valid = labels != ignore_index
     if threshold is not None:
         correct = (one_per_target("accuracy", logits, labels) > threshold) == (labels == 1)
     else:
-        last = classes_last("accuracy", logits, labels, options.get("class_dim"))
+        last = classes_last("accuracy", logits, labels)
         if not 1 <= k <= last.shape[-1]:
             raise ConfigError(f"k={k} of {last.shape[-1]} classes", where="metrics.accuracy", hint="k=1")
         best = last.argmax(-1, keepdim=True) if k == 1 else last.topk(k, dim=-1).indices
@@ -74,41 +70,41 @@ def accuracy(outputs: Any, targets: Tensor, *, k: int = 1, **options: Unpack[Cou
     return Mean((correct & valid).sum().float(), valid.sum().float())
 
 
-def _check_options(where: str, options: CountOptions) -> None:
-    for name in options:
-        check_choice(f"metrics.{where}", _OPTIONS, option=name)
-
-
-def counts(outputs: Any, targets: Tensor, **options: Unpack[CountOptions]) -> Counts:
+def counts(
+    outputs: Any, targets: Tensor, *, threshold: float | None = None, ignore_index: int = -100, shift: bool = False
+) -> Counts:
     """Count true positives, false positives and false negatives of each class.
 
     Args:
-        outputs: as in `accuracy`; with a ``threshold``, [N] or [N, C, d...] (multi-label).
+        outputs: as in `accuracy`.
         targets: class indices; with a ``threshold``, 1 and 0 in the shape of the outputs.
-        **options: as in `accuracy`.
+        threshold: as in `accuracy`; all targets are then of one class.
+        ignore_index: this target value does not count.
+        shift: as in `accuracy`.
 
     Returns:
-        Three vectors of shape=(C,), dtype=float32. C is the number of classes; with a threshold, the number of labels,
-        or 1 for targets [N].
+        Three vectors of shape=(C,), dtype=float32. C is the number of classes; with a threshold, 1.
 
     Raises:
         StepContractError: the shapes do not fit together.
-        ConfigError: an option is unknown.
 
     Example:
         >>> counts(torch.eye(2), torch.tensor([0, 0])).fn.tolist()
         [1.0, 0.0]
     """
-    return _counts("counts", outputs, targets, options)
+    return _counts("counts", outputs, targets, threshold, ignore_index, shift)
 
 
-def _counts(where: str, outputs: Any, targets: Tensor, options: CountOptions) -> Counts:
-    _check_options(where, options)
-    logits, labels = aligned(where, outputs, targets, shift=options.get("shift", False))
-    valid, threshold = labels != options.get("ignore_index", -100), options.get("threshold")
+def _counts(
+    where: str, outputs: Any, targets: Tensor, threshold: float | None, ignore_index: int, shift: bool
+) -> Counts:
+    logits, labels = aligned(where, outputs, targets, shift=shift)
+    valid = labels != ignore_index
     if threshold is not None:
-        return _multilabel_counts(one_per_target(where, logits, labels) > threshold, labels == 1, valid)
-    last = classes_last(where, logits, labels, options.get("class_dim"))
+        predicted, positive = one_per_target(where, logits, labels) > threshold, labels == 1
+        flags = predicted & positive, predicted & ~positive, ~predicted & positive
+        return Counts(*((flag & valid).sum().float().reshape(1) for flag in flags))
+    last = classes_last(where, logits, labels)
     # int32: adding ones to a float32 stops at 2^24, and a segmented volume has more voxels of one class.
     predicted, zeros = last.argmax(-1), torch.zeros(last.shape[-1], dtype=torch.int32, device=last.device)
     labels = torch.where(valid, labels, torch.zeros_like(labels))
@@ -121,43 +117,46 @@ def _counts(where: str, outputs: Any, targets: Tensor, options: CountOptions) ->
     return Counts(*(number.float() for number in by_class))
 
 
-def _multilabel_counts(predicted: Tensor, positive: Tensor, valid: Tensor) -> Counts:
-    if predicted.dim() < 2:
-        predicted, positive, valid = (flag.reshape(-1, 1) for flag in (predicted, positive, valid))
-
-    def count(mask: Tensor) -> Tensor:
-        return (mask & valid).movedim(1, -1).reshape(-1, mask.shape[1]).sum(0).float()
-
-    return Counts(count(predicted & positive), count(predicted & ~positive), count(~predicted & positive))
-
-
 def precision(
-    outputs: Any, targets: Tensor, *, average: Average = "binary", positive: int = 1, **options: Unpack[CountOptions]
+    outputs: Any,
+    targets: Tensor,
+    *,
+    average: _Average = "binary",
+    threshold: float | None = None,
+    ignore_index: int = -100,
+    shift: bool = False,
 ) -> Mean:
     """Precision, the share of a class's predictions that are correct: ``tp / (tp + fp)``.
 
     Args:
         outputs: as in `counts`.
         targets: as in `counts`.
-        average: ``"binary"``: one class only; ``"micro"``: the counts of all classes together; ``"macro"``: the mean
-            over the classes that were predicted at least once.
-        positive: the class of ``"binary"``, 0 or 1; 1 with a threshold.
-        **options: as in `accuracy`.
+        average: ``"binary"``: class 1 of two, or of a threshold; ``"micro"``: the counts of all classes together;
+            ``"macro"``: the mean over the classes that were predicted at least once.
+        threshold: as in `counts`.
+        ignore_index: this target value does not count.
+        shift: as in `accuracy`.
 
     Raises:
-        ConfigError: ``"binary"`` with more than two classes, or an unknown average or option.
+        ConfigError: ``"binary"`` with more than two classes, ``"macro"`` with a threshold, or an unknown average.
         StepContractError: the shapes do not fit together.
 
     Example:
         >>> float(precision(torch.tensor([0.9, 0.8, 0.1]), torch.tensor([1, 0, 1]), threshold=0.5))
         0.5
     """
-    tp, fp, _ = _counts("precision", outputs, targets, options)
-    return _averaged("precision", tp, tp + fp, average, positive)
+    tp, fp, _ = _counts("precision", outputs, targets, threshold, ignore_index, shift)
+    return _averaged("precision", tp, tp + fp, average)
 
 
 def recall(
-    outputs: Any, targets: Tensor, *, average: Average = "binary", positive: int = 1, **options: Unpack[CountOptions]
+    outputs: Any,
+    targets: Tensor,
+    *,
+    average: _Average = "binary",
+    threshold: float | None = None,
+    ignore_index: int = -100,
+    shift: bool = False,
 ) -> Mean:
     """Recall, the share of a class's targets that were predicted: ``tp / (tp + fn)``.
 
@@ -165,23 +164,30 @@ def recall(
         outputs: as in `counts`.
         targets: as in `counts`.
         average: as in `precision`; ``"macro"``: the mean over the classes that were a target at least once.
-        positive: as in `precision`.
-        **options: as in `accuracy`.
+        threshold: as in `counts`.
+        ignore_index: this target value does not count.
+        shift: as in `accuracy`.
 
     Raises:
-        ConfigError: ``"binary"`` with more than two classes, or an unknown average or option.
+        ConfigError: ``"binary"`` with more than two classes, ``"macro"`` with a threshold, or an unknown average.
         StepContractError: the shapes do not fit together.
 
     Example:
         >>> float(recall(torch.tensor([0.9, 0.8, 0.1, 0.2]), torch.tensor([1, 0, 1, 1]), threshold=0.15))
         0.6666666666666666
     """
-    tp, _, fn = _counts("recall", outputs, targets, options)
-    return _averaged("recall", tp, tp + fn, average, positive)
+    tp, _, fn = _counts("recall", outputs, targets, threshold, ignore_index, shift)
+    return _averaged("recall", tp, tp + fn, average)
 
 
 def f1(
-    outputs: Any, targets: Tensor, *, average: Average = "binary", positive: int = 1, **options: Unpack[CountOptions]
+    outputs: Any,
+    targets: Tensor,
+    *,
+    average: _Average = "binary",
+    threshold: float | None = None,
+    ignore_index: int = -100,
+    shift: bool = False,
 ) -> Mean:
     """F1, the harmonic mean of precision and recall: ``2 tp / (2 tp + fp + fn)``.
 
@@ -189,42 +195,41 @@ def f1(
         outputs: as in `counts`.
         targets: as in `counts`.
         average: as in `precision`; ``"macro"``: the mean over the classes that were a target or predicted.
-        positive: as in `precision`.
-        **options: as in `accuracy`.
+        threshold: as in `counts`.
+        ignore_index: this target value does not count.
+        shift: as in `accuracy`.
 
     Raises:
-        ConfigError: ``"binary"`` with more than two classes, or an unknown average or option.
+        ConfigError: ``"binary"`` with more than two classes, ``"macro"`` with a threshold, or an unknown average.
         StepContractError: the shapes do not fit together.
 
     Example:
         >>> f1(torch.eye(3), torch.tensor([0, 1, 1]), average="macro").compute()
         tensor([1.0000, 0.6667, 0.0000])
     """
-    tp, fp, fn = _counts("f1", outputs, targets, options)
-    return _averaged("f1", 2 * tp, 2 * tp + fp + fn, average, positive)
+    tp, fp, fn = _counts("f1", outputs, targets, threshold, ignore_index, shift)
+    return _averaged("f1", 2 * tp, 2 * tp + fp + fn, average)
 
 
-def _averaged(where: str, total: Tensor, weight: Tensor, average: Average, positive: int) -> Mean:
+def _averaged(where: str, total: Tensor, weight: Tensor, average: _Average) -> Mean:
+    check_choice(f"metrics.{where}", ("binary", "micro", "macro"), average=average)
     if average == "micro":
         return Mean(total.sum(), weight.sum())
-    if average == "macro":
+    if average == "macro" and len(total) > 1:
         return Mean(total, weight)
-    if average != "binary":
-        check_choice(f"metrics.{where}", ("binary", "micro", "macro"), average=average)
-    if len(total) > 2 or not 0 <= positive <= 1:
+    if average == "macro":
         raise ConfigError(
-            f'average="binary" with class {positive} of {len(total)} classes',
+            'average="macro" with a threshold, which has one class',
+            where=f"metrics.{where}",
+            hint='average="binary"; for several labels an object of torchmetrics, such as MultilabelF1Score(3)',
+        )
+    if len(total) > 2:
+        raise ConfigError(
+            f'average="binary" with {len(total)} classes',
             where=f"metrics.{where}",
             hint=f'functools.partial(metrics.{where}, average="macro")',
         )
-    if len(total) == 1 and positive != 1:
-        raise ConfigError(
-            "with a threshold only class 1 is counted, but positive is 0",
-            where=f"metrics.{where}",
-            hint="pass -outputs and 1 - targets",
-        )
-    only = 0 if len(total) == 1 else positive
-    return Mean(total[only], weight[only])
+    return Mean(total[-1], weight[-1])
 
 
 def logits_of(where: str, outputs: Any) -> Tensor:
@@ -271,29 +276,29 @@ def aligned(where: str, outputs: Any, targets: Tensor, *, shift: bool) -> tuple[
     return logits[:, :-1], targets[:, 1:].detach()
 
 
-def classes_last(where: str, logits: Tensor, targets: Tensor, class_dim: int | None) -> Tensor:
+def classes_last(where: str, logits: Tensor, targets: Tensor) -> Tensor:
     """Return the logits as [N, d..., C].
 
     Args:
         where: the metric's name, for errors.
         logits: [N, C, d...] or [N, d..., C].
         targets: [N, d...].
-        class_dim: 1 or -1; None: the one that fits.
 
     Raises:
-        StepContractError: both dimensions fit, or neither.
+        StepContractError: the classes could be the second dimension and the last, or neither.
     """
-    last = logits.movedim(class_dim, -1) if class_dim is not None else logits
     second = logits.movedim(1, -1) if logits.dim() > 1 else logits
-    fits_last, fits_second = last.shape[:-1] == targets.shape, second.shape[:-1] == targets.shape
-    if class_dim is None and logits.dim() > 2 and fits_last and fits_second:
+    fits_last, fits_second = logits.shape[:-1] == targets.shape, second.shape[:-1] == targets.shape
+    if logits.dim() > 2 and fits_last and fits_second:
         raise StepContractError(
-            f"logits {list(logits.shape)} fit targets {list(targets.shape)} with the class dimension 1 and -1",
+            f"logits {list(logits.shape)} fit targets {list(targets.shape)} with the classes in dimension 1 and -1",
             where=f"metrics.{where}",
-            hint=f"functools.partial(metrics.{where}, class_dim=1)",
+            hint=f"lambda outputs, targets: metrics.{where}(outputs.movedim(1, -1).flatten(0, -2), targets.flatten()), "
+            "or without movedim if they are in the last one",
         )
-    moved = last if fits_last else second
-    if logits.dim() < 2 or moved.shape[:-1] != targets.shape or moved.shape[-1] < 2 or targets.is_floating_point():
+    moved = logits if fits_last else second
+    is_class = fits_last or fits_second
+    if logits.dim() < 2 or not is_class or moved.shape[-1] < 2 or targets.is_floating_point():
         raise StepContractError(
             f"outputs {list(logits.shape)} and targets {list(targets.shape)} ({targets.dtype}) are not logits over two "
             "or more classes and class indices",

@@ -13,6 +13,7 @@ from .. import tree
 from ..errors import StepContractError
 from ..types import Mean, Metrics
 from .gathered import Gathered, numbers
+from .handed_out import measured
 
 
 def empty() -> Metrics:
@@ -26,7 +27,8 @@ def empty() -> Metrics:
 
 
 def merge(first: Metrics, second: Metrics) -> Metrics:
-    """Add totals and weights by name, and join gathered batches; a name in only one of the two is copied.
+    """Add totals and weights by name, and join gathered batches; a name in only one of the two is copied. `outputs` are
+    left out: they are of one step.
 
     Args:
         first: name -> Mean, shapes () or (n,).
@@ -40,6 +42,7 @@ def merge(first: Metrics, second: Metrics) -> Metrics:
         >>> float(merge({"loss": one}, {"loss": two})["loss"])
         2.0
     """
+    first, second = measured(first), measured(second)
     both = {name: _joined(name, mean, second[name]) for name, mean in first.items() if name in second}
     return {**first, **second, **both}
 
@@ -74,7 +77,7 @@ def with_sums(mean: Mean, total: Tensor, weight: Tensor) -> Mean:
 
 
 def compute(metrics: Metrics, *, prefix: str = "") -> dict[str, float]:
-    """Return the values as Python numbers, nan for weight 0. Waits for the device once.
+    """Return the values as Python numbers, nan for weight 0; without `outputs`. Waits for the device once.
 
     Args:
         metrics: name -> Mean, on one or several devices.
@@ -84,7 +87,7 @@ def compute(metrics: Metrics, *, prefix: str = "") -> dict[str, float]:
         >>> compute({"loss": Mean(torch.tensor(6.0), torch.tensor(4.0))}, prefix="val_")
         {'val_loss': 1.5}
     """
-    on_host = _on_host(metrics).items()
+    on_host = _on_host(measured(metrics)).items()
     found = [{name: float(mean)} if type(mean) is Mean else numbers(name, mean.compute()) for name, mean in on_host]
     return {f"{prefix}{name}": value for values in found for name, value in values.items()}
 
@@ -138,7 +141,8 @@ def as_mean(value: Tensor | float, weight: Tensor | float = 1.0) -> Mean:
 
 
 def to_json(metrics: Metrics) -> dict[str, dict[str, Any]]:
-    """Convert totals and weights to JSON numbers; a number that is not finite becomes None. Waits for the device.
+    """Convert totals and weights to JSON numbers; a number that is not finite becomes None. `outputs` are left out.
+    Waits for the device.
 
     Raises:
         StepContractError: a metric is a `Gathered`, whose batches are no numbers.
@@ -151,7 +155,7 @@ def to_json(metrics: Metrics) -> dict[str, dict[str, Any]]:
         raise StepContractError("holds outputs", where=f"metrics/{gathered[0]}", hint="call metrics.compute")
     return {
         name: {field: _to_json_number(value.tolist()) for field, value in mean._asdict().items()}
-        for name, mean in _on_host(metrics).items()
+        for name, mean in _on_host(measured(metrics)).items()
     }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -93,9 +92,8 @@ def functions(metrics: Any) -> dict[str, Metric]:
     if _is_of(metrics, "MetricCollection"):
         return {str(name): from_torchmetrics(one) for name, one in metrics.items(copy_state=False)}
     if not isinstance(metrics, Mapping):
-        hint = _by_name(metrics) or '"accuracy": ps.metrics.accuracy'
-        what = f"metrics is a {type(metrics).__name__}, not a dict"
-        raise ConfigError(what, where="metrics", hint=f"metrics={{{hint}}}")
+        what, hint = f"metrics is a {type(metrics).__name__}, not a dict", 'metrics={"accuracy": ps.metrics.accuracy}'
+        raise ConfigError(what, where="metrics", hint=hint)
     found: dict[str, Metric] = {}
     for name, metric in cast(Mapping[str, Any], metrics).items():
         if _is_of(metric, "MetricCollection"):
@@ -114,26 +112,6 @@ def functions(metrics: Any) -> dict[str, Metric]:
     return found
 
 
-def _by_name(given: Any) -> str:
-    """Write a metric, or a list of metrics, as the items of a dict."""
-    found: list[str] = []
-    for one in cast("list[Any]", [*given] if isinstance(given, list | tuple | set) else [given]):
-        function = one.func if isinstance(one, partial) else one
-        name = getattr(function, "__name__", type(function).__name__)
-        if isinstance(one, str):
-            shown = f"ps.metrics.{(name := one)}"
-        elif not callable(function):
-            continue
-        elif name == "<lambda>":
-            name, shown = "name", "f"
-        elif isinstance(one, partial):
-            shown = f"partial({name}, ...)"
-        else:
-            shown = name if hasattr(function, "__name__") else f"{name}(...)"
-        found.append(f'"{name}": {shown}')
-    return ", ".join(found)
-
-
 def _is_of(value: Any, name: str) -> bool:
     return not isinstance(value, type) and _is_of_class(type(value), name)
 
@@ -146,11 +124,11 @@ def _outputs_and_targets(outputs: Any, targets: Any) -> tuple[Any, ...]:
     return logits_of("from_torchmetrics", outputs), targets
 
 
-def _updated(metric: Any, update: Callable[..., Any], arguments: Any) -> None:
+def _update(update: Callable[..., Any], arguments: Any, *metric: Any) -> None:
     if isinstance(arguments, Mapping):
-        update(metric, **arguments)
+        update(*metric, **arguments)
     else:
-        update(metric, *arguments)
+        update(*metric, *arguments)
 
 
 # --- states that are not sums: at the end, on the host ----------------------------------------------------------------
@@ -172,7 +150,7 @@ def _gathering(metric: Any, arguments: Prepare) -> Metric:
             scratch.to("cpu" if first is None else first.device)
             with torch.no_grad(), rng.scoped(0):  # a bootstrap draws
                 for part in self.parts:
-                    _updated(scratch, _update, part)
+                    _update(scratch.update, part)
                 return scratch.compute()
 
         def __float__(self) -> float:
@@ -185,10 +163,6 @@ def _gathering(metric: Any, arguments: Prepare) -> Metric:
         return Batches((tuple(map(_detached, found)),))
 
     return gather
-
-
-def _update(metric: Any, *args: Any, **kwargs: Any) -> None:
-    metric.update(*args, **kwargs)
 
 
 def _detached(value: Any) -> Any:
@@ -232,7 +206,7 @@ def _summing(metric: Any, states: dict[str, Tensor], arguments: Prepare) -> Metr
         _load(own, states, torch.zeros(sum(one.numel() for one in states.values()), device=device))
         try:
             # The method of the class: torchmetrics wraps that of the object in bookkeeping that cannot be captured.
-            _updated(own, type(own).update, found)
+            _update(type(own).update, found, own)
             total = torch.cat([getattr(own, name).detach().reshape(-1).float() for name in states])
         except (RuntimeError, NotImplementedError):
             if not tracing.in_graph() or torch.compiler.is_dynamo_compiling():

@@ -235,7 +235,7 @@ def template(module: nn.Module, *, objective: nn.Module | None = None, keep_eval
         keep_eval: glob patterns of submodule names that stay in eval mode while training (``"backbone.*"``).
 
     Raises:
-        StateError: a parameter is integer, complex or lazy, or the module cannot be copied.
+        StateError: a parameter is integer or lazy, or the module cannot be copied.
         ConfigError: a pattern of ``keep_eval`` matches no submodule.
     """
     module, objective = unwrapped(module), None if objective is None else unwrapped(objective)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..errors import StateError, StepContractError
+from ..errors import ConfigError, StateError, StepContractError
 from ..torch_ext import hidden, tensor_layout
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -242,12 +242,21 @@ def _check_tensor(name: str, value: Tensor) -> None:
     if value.requires_grad and hidden.has_gradient_hook(value):
         hint = "replace the hook: use optim.masked, or optim.stateless(f) in the chain"
         raise StateError("has a hook on its gradient, which a pure step does not call", where=name, hint=hint)
-    if value.is_floating_point() or not isinstance(value, nn.Parameter):
+    if value.is_floating_point() or value.is_complex() or not isinstance(value, nn.Parameter):
         return
     cure = f"call module.register_buffer({name.rpartition('.')[2]!r}, ...) for a tensor that is not trained"
-    if value.is_complex():
-        cure = "hold real and imaginary part as one real parameter and use torch.view_as_complex in forward"
     raise StateError(f"is a parameter of dtype {value.dtype}; floating point is needed", where=name, hint=cure)
+
+
+def check_real(module: nn.Module, where: str) -> None:
+    """Raise a ConfigError if a trained parameter of the module is complex."""
+    found = [name for name, value in module.named_parameters() if value.is_complex() and value.requires_grad]
+    if found:
+        raise ConfigError(
+            f"is not defined for complex parameters: {found[0]} is one",
+            where=where,
+            hint="hold real and imaginary part as one real parameter and use torch.view_as_complex in forward",
+        )
 
 
 def _check_memory(parameters: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError, StepContractError
-from ..metrics import functions
+from ..metrics import torchmetrics
 from ..state import known_keywords
 from ..torch_ext import tracing
 from ..types import Loss, Metric, Objective
@@ -75,7 +75,7 @@ def hf_loss(
         >>> ps.hf_loss()(ForCausalLM(3, 3), batch).weight.item()
         2.0
     """
-    measured = functions(metrics)
+    measured = torchmetrics.functions(metrics)
 
     def objective(model: Any, batch: Any, /, *context: Any) -> Loss:
         del context  # A Hugging Face loss depends on the batch only.

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import PackedSequence
 
 from ..errors import ConfigError, DataError, StepContractError
-from ..metrics import functions
+from ..metrics import torchmetrics
 from ..state import known_keywords
 from ..types import Loss, Metric, Objective
 from .measure import leading, mean_of
@@ -87,7 +87,7 @@ def supervised(
     # A user's criterion may have such a setting and reduce later; the step checks the result.
     if _setting(criterion, "reduction", "mean") == "none" and _is_from_torch(criterion):
         raise ConfigError('reduction="none" gives no scalar', where="criterion", hint='reduction="mean"')
-    measured = functions(metrics)
+    measured = torchmetrics.functions(metrics)
     module = criterion if isinstance(criterion, nn.Module) and _has_tensors(criterion) else None
     split, run = prepare or split_batch, forward or call_model
     is_from_torch = _is_from_torch(criterion)

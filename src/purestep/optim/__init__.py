@@ -24,10 +24,11 @@ clip              gradient clipping
 wrappers          masks, parameter groups, freezing
 hyperparameters   hyperparameters as leaves of the state
 unused_parameters parameters without a gradient
+complex_params    complex parameters
 fused             torch's fused kernels, for eager steps
 from_torch        any optimizer of torch as a transform
-sgd  adam  lamb  lion  rmsprop  adagrad  adadelta  adafactor  muon  soap  ademamix  prodigy  schedule_free  lookahead
-                  an algorithm each
+sgd  adam  lamb  lbfgs  lion  rmsprop  adagrad  adadelta  adafactor  muon  soap  ademamix  prodigy  schedule_free
+lookahead         an algorithm each
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ from .hyperparameters import inject as inject
 from .hyperparameters import set_hyperparams as set_hyperparams
 from .lamb import lamb as lamb
 from .lamb import scale_by_trust_ratio as scale_by_trust_ratio
+from .lbfgs import lbfgs as lbfgs
 from .lion import lion as lion
 from .lion import scale_by_lion as scale_by_lion
 from .lookahead import lookahead as lookahead

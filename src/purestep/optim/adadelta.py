@@ -8,6 +8,7 @@ from ..state import known_keywords
 from ..types import Params
 from .arguments import Decay, NonNegative, Rate
 from .base import Transform, chain
+from .complex_params import on_pairs
 from .numerics import decay_square, upcast, zeros_like_squares
 from .scale import decay_parts, scale_by_learning_rate
 from .wrappers import Mask
@@ -56,7 +57,7 @@ def scale_by_adadelta(rho: Decay = 0.9, *, eps: NonNegative = 1e-6) -> Transform
         delta = {name: decay_square(state.delta[name], u, rho) for name, u in new.items()}
         return new, ScaleByAdadeltaState(square, delta)
 
-    return Transform(init, update)
+    return on_pairs(Transform(init, update))
 
 
 @known_keywords

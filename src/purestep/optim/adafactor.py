@@ -13,6 +13,7 @@ from ..state import known_keywords
 from ..types import Empty, Params, Tree
 from .arguments import NonNegative, NonNegativeFloat, Rate, Scalar, within
 from .base import Transform, chain, stateless
+from .complex_params import real_only
 from .counts import StepState, no_updates, update_counts
 from .numerics import by_name, lerp, multiply, rate_at, scalar_dtype, upcast, zeros_like
 from .scale import decay_parts, scale_by_learning_rate
@@ -71,7 +72,7 @@ def scale_by_factored_rms(decay_rate: NonNegativeFloat = 0.8, *, eps: NonNegativ
             new[name] = (upcast(g) * variance.clamp(min=least * least).rsqrt()).to(g.dtype)
         return new, state._replace(row=row, column=column, full=full)
 
-    return Transform(init, update, elementwise=False)
+    return real_only(Transform(init, update, elementwise=False), "adafactor")
 
 
 def _mean_square(update: Tensor, dim: int) -> Tensor:
@@ -101,7 +102,7 @@ def clip_by_block_rms(threshold: Annotated[Scalar, within(ends="()")] = 1.0) -> 
         del params  # Depends on the updates only.
         return {name: multiply(u, 1 / (_rms(u) / threshold).clamp(min=1.0)) for name, u in updates.items()}
 
-    return stateless(fn, elementwise=False)
+    return real_only(stateless(fn, elementwise=False), "clip_by_block_rms")
 
 
 @known_keywords
@@ -123,7 +124,7 @@ def scale_by_param_block_rms(min_scale: NonNegative = 1e-3) -> Transform:
     def fn(updates: Params, params: Params) -> Params:
         return {name: multiply(u, _rms(params[name]).clamp(min=min_scale)) for name, u in updates.items()}
 
-    return stateless(fn, elementwise=False)
+    return real_only(stateless(fn, elementwise=False), "scale_by_param_block_rms")
 
 
 def _rms(leaf: Tensor) -> Tensor:

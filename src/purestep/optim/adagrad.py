@@ -11,6 +11,7 @@ from ..state import known_keywords
 from ..types import Params
 from .arguments import NonNegative, NonNegativeFloat, Rate
 from .base import Transform, chain
+from .complex_params import on_pairs
 from .counts import StepState, no_updates, update_counts
 from .numerics import by_name, divide, is_enabled, safe_sqrt, scalar_dtype, upcast, zeros_like_squares
 from .scale import decay_parts, scale_by_learning_rate
@@ -42,7 +43,14 @@ def scale_by_rss(initial_accumulator_value: NonNegativeFloat = 0.0, *, eps: NonN
     """
 
     def init(params: Params) -> ScaleByRssState:
-        return ScaleByRssState({name: z + initial_accumulator_value for name, z in zeros_like_squares(params).items()})
+        # As torch, the same for the real and the imaginary part.
+        start = initial_accumulator_value * (1 + 1j)
+        return ScaleByRssState(
+            {
+                name: zeros + (start if zeros.is_complex() else initial_accumulator_value)
+                for name, zeros in zeros_like_squares(params).items()
+            }
+        )
 
     def update(updates: Params, state: ScaleByRssState, params: Params) -> tuple[Params, ScaleByRssState]:
         del params  # Depends on the gradients only.
@@ -50,7 +58,7 @@ def scale_by_rss(initial_accumulator_value: NonNegativeFloat = 0.0, *, eps: NonN
         new = {name: (upcast(g) / (safe_sqrt(total[name]) + eps)).to(g.dtype) for name, g in updates.items()}
         return new, ScaleByRssState(total)
 
-    return Transform(init, update)
+    return on_pairs(Transform(init, update))
 
 
 def _add_square(total: Tensor, update: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from ..state import known_keywords
 from ..types import Empty, Params, Tree
 from .arguments import Decay, NonNegative, Rate, Scalar
 from .base import Transform, chain, described
+from .complex_params import on_pairs
 from .counts import bias_corrections, no_updates, update_counts, zero_count
 from .numerics import (
     adam_quotients,
@@ -87,7 +88,7 @@ def scale_by_adam(
         new = adam_quotients(updates, mu, nu_max if amsgrad else nu, mean_weight, square_weight.sqrt(), eps)
         return new, state._replace(mu=mu, nu=nu, nu_max=nu_max)
 
-    tx = Transform(init, update)
+    tx = on_pairs(Transform(init, update))
     return tx if amsgrad else described(tx, "adam", beta1=b1, beta2=b2, eps=eps)
 
 
@@ -235,7 +236,7 @@ def scale_by_nadam(
             new[name] = (ahead / (divide(safe_sqrt(nu[name]), root_weight) + eps)).to(g.dtype)
         return new, ScaleByNadamState(step, product, mu, nu)
 
-    return Transform(init, update)
+    return on_pairs(Transform(init, update))
 
 
 @known_keywords
@@ -324,7 +325,7 @@ def scale_by_radam(b1: Decay = 0.9, b2: Decay = 0.999, *, eps: NonNegative = 1e-
             new[name] = torch.where(adaptive[name], multiply(mean, factors[name]) / divisor, mean).to(g.dtype)
         return new, state._replace(mu=mu, nu=nu)
 
-    return Transform(_init_moments, update)
+    return on_pairs(Transform(_init_moments, update))
 
 
 def _rectifier(step: Tensor, b2: Scalar, square_weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -402,7 +403,7 @@ def scale_by_adamax(b1: Decay = 0.9, b2: Decay = 0.999, *, eps: NonNegative = 1e
         new = {n: (divide(upcast(mu[n]), weights[n]) / upcast(nu[n])).to(g.dtype) for n, g in updates.items()}
         return new, state._replace(mu=mu, nu=nu)
 
-    return Transform(_init_moments, update)
+    return on_pairs(Transform(_init_moments, update))
 
 
 def _decay_max(peak: Tensor, update: Tensor, decay: Scalar, eps: Scalar) -> Tensor:

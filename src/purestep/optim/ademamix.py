@@ -11,6 +11,7 @@ from ..state import known_keywords
 from ..types import Empty, Params, Tree
 from .arguments import Decay, NonNegative, Rate
 from .base import Transform, chain
+from .complex_params import real_only
 from .counts import bias_corrections, no_updates
 from .numerics import (
     adam_quotients,
@@ -87,7 +88,7 @@ def scale_by_ademamix(
         new = adam_quotients(updates, mixed, nu, torch.ones_like(root_weight), root_weight, eps)
         return new, state._replace(mu=mu, mu_slow=slow, nu=nu)
 
-    return Transform(init, update)
+    return real_only(Transform(init, update), "ademamix")
 
 
 @known_keywords

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..state import Check, check_count, check_range
+from ..state import Check, check_range
 
 Scalar: TypeAlias = float | Tensor
 """A Python number, which is a constant in a compiled graph, or a 0-d tensor, which may change between calls."""
@@ -44,11 +44,6 @@ def within(low: float = 0.0, high: float = math.inf, ends: str = "[)") -> Check:
         check_range(where, low, high, ends=ends, cure=cure, **{name: value})
 
     return check
-
-
-def at_least(least: int) -> Check:
-    """A check that a value is an int of at least ``least``: it raises a ConfigError."""
-    return lambda where, name, value, cure: check_count(where, least=least, cure=cure, **{name: value})
 
 
 _check_number = within()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import ConfigError, StateError
 from ..state import known_keywords
-from ..torch_ext import foreach, tracing
+from ..torch_ext import complex_numbers, foreach, tracing
 from ..types import Empty, Labels, Params, Tree
 from .numerics import scalar_dtype
 
@@ -58,6 +58,11 @@ class Transform(NamedTuple):
             buffer.
         decays: ``params -> {name: True if weight decay moves this parameter, None if that is unknown}``; for `summary`.
         kind: private; see `Kind`.
+        evaluates: True if ``update`` evaluates the loss again: ``(gradients, state, params, *, value_and_grad) ->
+            (the accepted parameters, state)``. ``value_and_grad(params)`` returns the loss of the same batch at other
+            parameters, shape=(), and its gradients by name: with the same random numbers, and the buffers of before
+            the step. At the parameters of the step it returns what the step has computed. Such a transform is a
+            program's whole ``tx``, as `lbfgs`: no part of a chain, in eager mode, with one batch a step.
 
     Example:
         >>> double = Transform(lambda params: Empty(), lambda updates, state, params: (
@@ -68,11 +73,16 @@ class Transform(NamedTuple):
     """
 
     init: Callable[[Params], Tree]
-    update: Callable[[Params, Tree, Params], tuple[Params, Tree]]
+    update: Callable[..., tuple[Params, Tree]]
     elementwise: bool = True
     labels: Callable[[Params], Labels] = _one_label
     decays: Callable[[Params], dict[str, bool | None]] = _no_decay
     kind: Kind | None = None
+    evaluates: bool = False
+
+
+ValueAndGrad = Callable[[Params], tuple[Tensor, Params]]
+"""Parameters -> the loss of the step's batch, shape=(), and its gradients by name."""
 
 
 def described(tx: Transform, name: str, *, takes_norms: bool = False, **options: Any) -> Transform:
@@ -203,7 +213,7 @@ def global_norm(updates: Params) -> Tensor:
     """Return the 2-norm of all numbers together, accumulated in at least float32.
 
     Args:
-        updates: name -> P, on one device; may be empty (norm 0).
+        updates: name -> P, on one device; may be empty (norm 0), or complex.
 
     Returns:
         shape=(); float64 if any leaf is float64, else float32.
@@ -215,7 +225,7 @@ def global_norm(updates: Params) -> Tensor:
     if not updates:
         return torch.zeros(())
     dtype = scalar_dtype(updates)
-    norms = _leaf_norms(list(updates.values()), dtype)
+    norms = _leaf_norms(list(map(complex_numbers.as_real, updates.values())), dtype)
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
@@ -243,8 +253,28 @@ def unknown(norms: Norms | None) -> Norms | None:
     return None if norms is None else norms._replace(known=None)
 
 
-def updated(tx: Transform, updates: Params, state: Tree, params: Params, norms: Norms | None) -> Any:
-    """The result of ``tx.update``, which gets the norms if it takes them."""
+def updated(
+    tx: Transform,
+    updates: Params,
+    state: Tree,
+    params: Params,
+    norms: Norms | None,
+    value_and_grad: ValueAndGrad | None = None,
+) -> Any:
+    """The result of ``tx.update``, which gets the norms, or the loss as a function, if it takes them.
+
+    Raises:
+        ConfigError: the transform evaluates the loss again, and is a part of another one.
+    """
+    if tx.evaluates:
+        if value_and_grad is None:
+            raise ConfigError(
+                "a part of the transform evaluates the loss again, where the other parts would not apply",
+                where="tx",
+                hint="pass it alone: ps.program(model, objective, optim.lbfgs(1.0)); for weights that stay as they are "
+                "call requires_grad_(False)",
+            )
+        return tx.update(updates, state, params, value_and_grad=value_and_grad)
     kind = kind_of(tx)
     if norms is None or kind is None or not kind.takes_norms:
         return tx.update(updates, state, params)

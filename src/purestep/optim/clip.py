@@ -9,6 +9,7 @@ from ..state import known_keywords
 from ..types import Empty, Params
 from .arguments import NonNegative, NonNegativeFloat, Scalar
 from .base import Norms, Transform, described, norm_of, stateless
+from .complex_params import real_only
 from .numerics import multiply, upcast
 
 
@@ -61,7 +62,7 @@ def clip_by_value(max_value: NonNegative) -> Transform:
         del params  # The bound depends on the gradients only.
         return {name: _clamp(u, max_value) for name, u in updates.items()}
 
-    return stateless(clip, elementwise=True)
+    return real_only(stateless(clip, elementwise=True), "clip_by_value")
 
 
 def _clamp(leaf: Tensor, limit: Scalar) -> Tensor:
@@ -95,7 +96,7 @@ def adaptive_grad_clip(clipping: NonNegative, *, eps: NonNegativeFloat = 1e-3) -
     def clip(updates: Params, params: Params) -> Params:
         return {name: _clip_units(u, params[name], clipping, eps) for name, u in updates.items()}
 
-    return stateless(clip, elementwise=False)
+    return real_only(stateless(clip, elementwise=False), "adaptive_grad_clip")
 
 
 def _clip_units(update: Tensor, param: Tensor, clipping: Scalar, eps: float) -> Tensor:

@@ -5,8 +5,8 @@ stores the state back in the tree: the numbers are exactly those of the optimize
 `init` has traced on fake tensors. The graph exists for every optimizer that keeps its state in tensors, does not read
 their values, and whose first step is like the later ones.
 
-`init` first probes the optimizer on small tensors: which state it keeps and where, and whether an optimizer that is
-rebuilt from this state computes the same updates.
+`init` first probes the optimizer on small tensors: which state it keeps for a parameter, that it keeps nothing
+elsewhere, and that an optimizer which is rebuilt from this state computes the same updates.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from .counts import zero_count
 from .numerics import rate_at
 from .scale import rate_leaf
 
-Slots: TypeAlias = dict[str, dict[str, Any]]
-"""Name -> key -> tensor, or Empty for None, or a dict, list or tuple of these."""
-_Arguments: TypeAlias = tuple[Params, Params, Slots, dict[str, Any]]
-"""Parameters, gradients, slots and group: the arguments of a step."""
+Slots: TypeAlias = dict[str, dict[str, Tensor | Empty]]
+"""Name -> key -> tensor, or Empty for None."""
+_Arguments: TypeAlias = tuple[Params, Params, Slots]
+"""Parameters, gradients and slots: the arguments of a step."""
 
 _NUMBERS: dict[str, Callable[[Any], Any]] = {"int": int, "float": float, "bool": bool}
 _SCALAR = "scalar"  # a 0-d float64 tensor, stored in shape (1,), since a 0-d float64 leaf cannot be donated
@@ -55,8 +55,9 @@ def from_torch(optimizer: type[torch.optim.Optimizer], *, lr: Rate | None = None
         kwargs: further arguments of the class.
 
     Raises:
-        ConfigError: the optimizer needs a closure or sparse gradients, or its state does not fit into tensors under
-            fixed keys; the rate is out of range; when compiling, the optimizer cannot be traced.
+        ConfigError: the optimizer needs a closure (see `lbfgs`) or sparse gradients; its state of a parameter is not
+            tensors and numbers under fixed keys, or it keeps state elsewhere (in its parameter group, on itself); the
+            rate is out of range; when compiling, the optimizer cannot be traced.
         StateError: at update, the keys or shapes of the optimizer's state have changed.
         StepContractError: at update, if called inside of a transform of `torch.func`.
 
@@ -74,10 +75,10 @@ def from_torch(optimizer: type[torch.optim.Optimizer], *, lr: Rate | None = None
     def init(params: Params) -> FromTorchState:
         step = zero_count(params)
         if not params:
-            return FromTorchState(step, Empty(), {}, {})
-        slots, group, plans[_plan_key(params)] = _prepare(spec, params, is_scheduled=schedule is not None)
+            return FromTorchState(step, Empty(), {})
+        slots, plans[_plan_key(params)] = _prepare(spec, params, is_scheduled=schedule is not None)
         rate = spec.rate() if schedule is None else rate_at(schedule, step)
-        return FromTorchState(step, Empty() if rate is None else rate_leaf(rate, step), slots, group)
+        return FromTorchState(step, Empty() if rate is None else rate_leaf(rate, step), slots)
 
     def update(updates: Params, state: FromTorchState, params: Params) -> tuple[Params, FromTorchState]:
         if not params:
@@ -89,18 +90,18 @@ def from_torch(optimizer: type[torch.optim.Optimizer], *, lr: Rate | None = None
                 hint="use an optimizer of purestep.optim: optim.adamw(1e-3)",
             )
         rate = None if schedule is None else _rate(schedule, state.step)
-        arguments = (params, updates, state.slots, state.group)
+        arguments = (params, updates, state.slots)
         plan = plans.get(_plan_key(params))
         if tracing.in_graph() or _is_traced():
-            new, slots, group = _traced_step(plan, spec.where, arguments, rate)
+            new, slots = _traced_step(plan, spec.where, arguments, rate)
         else:
             if plan is None:
                 plan = plans[_plan_key(params)] = _prepare(spec, params, is_scheduled=schedule is not None)[-1]
-            new, slots, group = _eager_step(plan, spec, arguments, rate, state.step)
+            new, slots = _eager_step(plan, spec, arguments, rate, state.step)
         shown = spec.rate() if rate is None else rate
         learning_rate = state.learning_rate if shown is None else rate_leaf(shown, state.step)
         changes = {name: new[name] - params[name] for name in updates}
-        return changes, FromTorchState(state.step + 1, learning_rate, slots, group)
+        return changes, FromTorchState(state.step + 1, learning_rate, slots)
 
     def decays(params: Params) -> dict[str, bool | None]:
         return dict.fromkeys(params)  # the optimizer's own matter
@@ -113,8 +114,7 @@ class FromTorchState(NamedTuple):
 
     step: Tensor  # shape=(), dtype=int64: updates done
     learning_rate: Tree  # shape=(), dtype=float32: of the last update; Empty for an optimizer without one
-    slots: Slots  # name -> key -> the optimizer's state of this parameter: tensors, or lists and dicts of tensors
-    group: dict[str, Any]  # key -> its state in the parameter group; usually empty
+    slots: Slots  # name -> key -> the optimizer's state of this parameter
 
     cure_for_inject = (  # `inject` rebuilds its transform in every update; this one would be probed and traced again.
         "optim.inject(optim.adamw)(learning_rate=1e-3), an optimizer of purestep.optim; "
@@ -140,7 +140,6 @@ class _Spec(NamedTuple):
 class _Probe(NamedTuple):
     """The result of `_probe`."""
 
-    group_keys: tuple[str, ...]  # keys of the parameter group that a step changes
     fill: float  # a gradient value with which one step creates the whole state
     first_differs: bool  # the first step is not an ordinary step from the initial state
 
@@ -149,7 +148,6 @@ class _InitialState(NamedTuple):
     """The state of an optimizer before its first step."""
 
     slots: Slots
-    group: dict[str, Any]
     is_whole: bool  # False: the first step changes types or shapes; keys and shapes here are those after it
 
 
@@ -158,7 +156,6 @@ class _StepResult(NamedTuple):
 
     params: Params
     slots: Slots
-    group: dict[str, Any]
 
 
 class _Plan(NamedTuple):
@@ -185,9 +182,8 @@ def _spec_of(optimizer: Any, lr: Rate | None, kwargs: dict[str, Any]) -> _Spec:
 def _check_supported(optimizer: type[torch.optim.Optimizer], where: str) -> None:
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ConfigError(
-            "its step needs a closure that evaluates the loss again", where=where, hint="optim.adamw(1e-3)"
-        )
+        cure = "optim.lbfgs(1.0)" if issubclass(optimizer, torch.optim.LBFGS) else "optim.adamw(1e-3)"
+        raise ConfigError("its step needs a closure that evaluates the loss again", where=where, hint=cure)
     if issubclass(optimizer, torch.optim.SparseAdam):
         hint = "optim.adam(1e-3), and torch.nn.Embedding(..., sparse=False)"
         raise ConfigError("it needs sparse gradients, but a pure step has dense gradients", where=where, hint=hint)
@@ -205,15 +201,14 @@ def _rate(rate: Tensor | Schedule, step: Tensor) -> Scalar:
     return rate_at(rate, step)
 
 
-def _prepare(spec: _Spec, params: Params, *, is_scheduled: bool) -> tuple[Slots, dict[str, Any], _Plan]:
+def _prepare(spec: _Spec, params: Params, *, is_scheduled: bool) -> tuple[Slots, _Plan]:
     probe = _probe(spec, params)
-    slots, group, is_whole = _initial_state(spec, params, probe)
+    slots, is_whole = _initial_state(spec, params, probe.fill)
     if probe.first_differs or not is_whole:
-        return slots, group, _Plan(True, "its first step differs from the later ones")
+        return slots, _Plan(True, "its first step differs from the later ones")
     # New tensor objects: the tracer treats one object in two places as one input.
     grads = {name: param.detach() for name, param in params.items()}
-    arguments = (params, grads, slots, group)
-    return slots, group, _Plan(False, _trace(spec, arguments, is_scheduled=is_scheduled))
+    return slots, _Plan(False, _trace(spec, (params, grads, slots), is_scheduled=is_scheduled))
 
 
 def _eager_step(plan: _Plan, spec: _Spec, arguments: _Arguments, rate: Any, step: Tensor) -> _StepResult:
@@ -222,9 +217,8 @@ def _eager_step(plan: _Plan, spec: _Spec, arguments: _Arguments, rate: Any, step
     number = rate if rate is None or spec.lr_dtype is not None else float(rate)
     is_first = plan.first_differs and bool(step == 0)
     result = _run(spec, *arguments, rate=number, is_first=is_first)
-    if tree.signature((result.slots, result.group)) != tree.signature(arguments[2:]):
-        paths = tree.paths((result.slots, result.group))
-        new = sorted(set(paths) ^ set(tree.paths(arguments[2:]))) or "a leaf of another shape"
+    if tree.signature(result.slots) != tree.signature(arguments[2]):
+        new = sorted({*tree.paths(result.slots)} ^ {*tree.paths(arguments[2])}) or "a leaf of another shape"
         hint = "use an optimizer whose state has the same keys and shapes from its first step on"
         raise StateError(f"its state gained or lost {new}", where=spec.where, hint=hint)
     return result
@@ -250,7 +244,6 @@ def _run(
     params: Params,
     grads: Params,
     slots: Slots,
-    group: Mapping[str, Any],
     *,
     rate: Any = None,
     is_first: bool = False,
@@ -263,7 +256,6 @@ def _run(
         params: name -> P.
         grads: name -> P.
         slots: its state of each parameter; a first step uses the keys only.
-        group: its state in the parameter group; a first step uses the keys only.
         rate: a learning rate that replaces that of the spec.
         is_first: the optimizer creates its own state.
         is_traced: the step must not read tensor values.
@@ -276,20 +268,17 @@ def _run(
             is_float64 = all(_may_upcast(leaf) for leaf in leaves.values())
             rate = rate.to(spec.lr_dtype or (torch.float64 if is_float64 else torch.float32))
         optimizer.param_groups[0]["lr"] = rate
-    if not is_first:
-        optimizer.param_groups[0].update(_to_native(group, upcast=False))
     for name, leaf in leaves.items():
         leaf.grad = grads[name].detach().to(leaf.dtype, copy=True)
         if not is_first:
             optimizer.state[leaf] = _to_native(slots[name], upcast=_may_upcast(leaf) and (is_traced or leaf.is_cuda))
     optimizer.step()
-    native_group = {name: optimizer.param_groups[0][name] for name, _ in map(_split_key, group)}
     new_slots = {
         name: _to_tensors(optimizer.state[leaf], leaf, spec.where, slots[name]) for name, leaf in leaves.items()
     }
-    new_group = _to_tensors(native_group, next(iter(leaves.values())), spec.where)
-    new_params = {name: leaf.detach() for name, leaf in leaves.items()}
-    return _StepResult(new_params, _in_old_dtypes(new_slots, slots), _in_old_dtypes(new_group, group))
+    if tree.flatten(new_slots)[1] == tree.flatten(slots)[1]:  # a leaf must keep its dtype
+        new_slots = tree.map(lambda leaf, old: leaf.to(old.dtype), new_slots, slots)
+    return _StepResult({name: leaf.detach() for name, leaf in leaves.items()}, new_slots)
 
 
 def _build(spec: _Spec, leaves: list[Tensor], *, is_traced: bool = False) -> torch.optim.Optimizer:
@@ -311,62 +300,51 @@ def _may_upcast(param: Tensor) -> bool:
     return param.device.type != "mps" and (param.ndim > 0 or param.dtype == torch.float64)
 
 
-def _in_old_dtypes(new: Tree, old: Tree) -> Tree:
-    """Convert the new state to the dtypes of the old one, if the structures are equal: a leaf must keep its dtype."""
-    if tree.flatten(new)[1] != tree.flatten(old)[1]:
-        return new
-    return tree.map(lambda leaf, old_leaf: leaf.to(old_leaf.dtype), new, old)
+def _to_native(stored: Mapping[str, Tensor | Empty], *, upcast: bool) -> dict[str, Any]:
+    """Copy the state of a parameter from the tree into the optimizer's own form."""
+    found: dict[str, Any] = {}
+    for key, value in stored.items():
+        name, kind = _split_key(key)
+        if isinstance(value, Empty):
+            found[name] = None
+        elif kind == _SCALAR:
+            found[name] = value.detach().clone().view(())
+        elif kind:
+            found[name] = _NUMBERS[kind](value.item())
+        elif upcast and value.ndim == 0 and value.dtype == torch.float32:
+            # Powers of a decay near 1 lose six digits in float32; torch's Python path computes them in float64.
+            found[name] = value.double()
+        else:
+            found[name] = value.detach().clone()
+    return found
 
 
-def _to_native(stored: Any, *, upcast: bool) -> Any:
-    """Copy state from the tree into the optimizer's own form."""
-    if isinstance(stored, Empty):
-        return None
-    if isinstance(stored, dict):
-        return dict(_to_native_item(key, value, upcast) for key, value in stored.items())
-    if isinstance(stored, list | tuple):
-        return type(stored)(_to_native(value, upcast=upcast) for value in stored)
-    if upcast and stored.ndim == 0 and stored.dtype == torch.float32:
-        # Powers of a decay near 1 lose six digits in float32; torch's Python path computes them in float64.
-        return stored.double()
-    return stored.detach().clone()
-
-
-def _to_native_item(key: str, value: Any, upcast: bool) -> tuple[str, Any]:
-    name, kind = _split_key(key)
-    if kind == _SCALAR:
-        return name, value.detach().clone().view(())
-    return name, _NUMBERS[kind](value.item()) if kind else _to_native(value, upcast=upcast)
-
-
-def _to_tensors(native: Any, param: Tensor, where: str, before: Any = None) -> Any:
-    """Convert the optimizer's own state to a tree of tensors on the parameter's device, under the keys of ``before``.
+def _to_tensors(
+    native: Mapping[Any, Any], param: Tensor, where: str, before: Mapping[str, Any] | None = None
+) -> dict[str, Tensor | Empty]:
+    """Convert the optimizer's own state of a parameter to tensors on its device, under the keys of ``before``.
 
     Raises:
-        ConfigError: a value is not a tensor, a named number, None, or a container of tensors.
+        ConfigError: a value is not a tensor, a number or None.
     """
-    if native is None:
-        return Empty()
-    if isinstance(native, Tensor):
-        return native.detach().to(param.device)
-    if isinstance(native, dict):
-        old = before if isinstance(before, dict) else {}
-        return dict(_to_tensors_item(key, value, param, where, old) for key, value in native.items())
-    if type(native) in (list, tuple):
-        return type(native)(_to_tensors(value, param, where) for value in native)
-    hint = "use an optimizer whose state holds only tensors and named numbers"
-    raise ConfigError(f"its state holds a {type(native).__name__}: {native!r:.60}", where=where, hint=hint)
-
-
-def _to_tensors_item(key: Any, value: Any, param: Tensor, where: str, before: dict[str, Any]) -> tuple[str, Any]:
-    is_scalar = isinstance(value, Tensor) and value.ndim == 0 and value.dtype == torch.float64 and param.ndim > 0
-    if is_scalar and key not in before:  # If the key is in `before`, this is a float32 scalar that `_to_native` upcast.
-        return f"{key}:{_SCALAR}", value.detach().to(param.device).view(1)
-    if isinstance(value, float):
-        return f"{key}:float", torch.tensor([value], dtype=torch.float64, device=param.device)
-    if isinstance(value, int):
-        return f"{key}:{type(value).__name__}", torch.tensor(int(value), device=param.device)
-    return str(key), _to_tensors(value, param, where, before.get(key))
+    found: dict[str, Tensor | Empty] = {}
+    for key, value in native.items():
+        if value is None:
+            found[key] = Empty()
+        elif isinstance(value, Tensor):
+            own = value.detach().to(param.device)
+            # If the key is in `before`, this is a float32 scalar that `_to_native` upcast.
+            is_scalar = own.ndim == 0 and own.dtype == torch.float64 and param.ndim > 0 and key not in (before or {})
+            found[f"{key}:{_SCALAR}" if is_scalar else key] = own.view(1) if is_scalar else own
+        elif isinstance(value, float):
+            found[f"{key}:float"] = torch.tensor([value], dtype=torch.float64, device=param.device)
+        elif isinstance(value, int):
+            found[f"{key}:{type(value).__name__}"] = torch.tensor(int(value), device=param.device)
+        else:
+            what = f"its state {key!r} of a parameter is a {type(value).__name__}: {value!r:.60}"
+            hint = "use an optimizer whose state of a parameter is tensors, numbers and None"
+            raise ConfigError(what, where=where, hint=hint)
+    return found
 
 
 def _split_key(key: str) -> tuple[str, str]:
@@ -400,7 +378,7 @@ def _probe(spec: _Spec, params: Params) -> _Probe:
 
 def _observe_steps(spec: _Spec, small: Params) -> _Probe:
     optimizer, leaves = _build_small(spec, small)
-    group_before, numbers_before = copy.deepcopy(_group_of(optimizer)), _numbers_of(optimizer)
+    before = _elsewhere(optimizer)
     keys: list[dict[str, set[str]]] = []
     for count in range(3):
         _step_small(optimizer, leaves, small, count)
@@ -409,47 +387,53 @@ def _observe_steps(spec: _Spec, small: Params) -> _Probe:
         new = sorted({key for name in small for key in keys[0][name] ^ keys[-1][name]})
         hint = "use an optimizer whose state has the same keys from its first step on"
         raise ConfigError(f"its state gained or lost {new} after the first step", where=spec.where, hint=hint)
-    after = _numbers_of(optimizer)
-    elsewhere = [key for key, value in numbers_before.items() if not _is_same(value, after.get(key))]
-    state: Any = optimizer.state  # Some optimizers use other keys than tensors.
-    elsewhere += [f"state[{key!r}]" for key in state if not isinstance(key, Tensor)]
-    if elsewhere:
-        hint = "use an optimizer that stores its state by parameter or in `param_groups`"
-        raise ConfigError(f"it stores {', '.join(elsewhere)} on the optimizer itself", where=spec.where, hint=hint)
-    group = _group_of(optimizer)
-    changed = tuple(key for key in group if key not in group_before or not _is_same(group_before[key], group[key]))
+    after = _elsewhere(optimizer)
+    changed = [key for key in after if key not in before or not _is_same(before[key], after[key])]
+    if changed:
+        hint = "use an optimizer that keeps its state by parameter, such as those of purestep.optim"
+        raise ConfigError(
+            f"it keeps state elsewhere than by parameter: {', '.join(changed)}", where=spec.where, hint=hint
+        )
     # Some optimizers create no state for a gradient of 0.
-    start = _initial_state(spec, small, _Probe(changed, 0.0, False))
+    start = _initial_state(spec, small, 0.0)
     is_filled = all({_split_key(key)[0] for key in start.slots[name]} == keys[0][name] for name in small)
-    is_filled = is_filled and {_split_key(key)[0] for key in start.group} == set(changed)
-    probe = _Probe(changed, 0.0 if is_filled else 1.0, False)
-    return probe._replace(first_differs=_first_differs(spec, small, probe))
+    fill = 0.0 if is_filled else 1.0
+    return _Probe(fill, _first_differs(spec, small, fill))
 
 
-def _first_differs(spec: _Spec, small: Params, probe: _Probe) -> bool:
-    start = _initial_state(spec, small, probe)
+def _elsewhere(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Copies of what an optimizer holds outside of the state of its parameters."""
+    held = {f"param_groups[0][{key!r}]": value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    attributes = {key: value for key, value in vars(optimizer).items() if not key.startswith("_")}
+    held |= {key: value for key, value in attributes.items() if isinstance(value, int | float | Tensor)}
+    state: Any = optimizer.state
+    held |= {f"state[{key!r}]": value for key, value in state.items() if not isinstance(key, Tensor)}
+    return copy.deepcopy(held)
+
+
+def _first_differs(spec: _Spec, small: Params, fill: float) -> bool:
+    start = _initial_state(spec, small, fill)
     if not start.is_whole:
         return True
     results: list[_StepResult] = []
     for is_first in (True, False):
         with rng.scoped(0):
-            results.append(_run(spec, small, small, start.slots, start.group, is_first=is_first))
+            results.append(_run(spec, small, small, start.slots, is_first=is_first))
     return not _is_same(*results)
 
 
 def _check_reproducible(spec: _Spec, small: Params, probe: _Probe) -> None:
     """Raise a ConfigError unless the optimizer, rebuilt from its state in every step, computes the same updates."""
     optimizer, leaves = _build_small(spec, small)
-    start = _initial_state(spec, small, probe)
-    pure = _StepResult(small, start.slots, start.group)
+    pure = _StepResult(small, _initial_state(spec, small, probe.fill).slots)
     for count in range(4):
         _step_small(optimizer, leaves, small, count)
         with rng.scoped(count):
             is_first = probe.first_differs and count == 0
-            pure = _run(spec, pure.params, _small_gradients(small, count), pure.slots, pure.group, is_first=is_first)
+            pure = _run(spec, pure.params, _small_gradients(small, count), pure.slots, is_first=is_first)
         if not all(torch.allclose(pure.params[n], leaves[n], rtol=1e-5, equal_nan=True) for n in small):
-            hint = "use an optimizer that stores its state by parameter or in `param_groups`"
-            what = "rebuilt from its state it computes other updates: part of its state is stored elsewhere"
+            hint = "use an optimizer that keeps its state by parameter, such as those of purestep.optim"
+            what = "rebuilt from its state it computes other updates: it keeps state elsewhere than by parameter"
             raise ConfigError(what, where=spec.where, hint=hint)
 
 
@@ -470,15 +454,6 @@ def _small_gradients(small: Params, count: int) -> Params:
     return {name: torch.cos(3 * param + count) for name, param in small.items()}
 
 
-def _group_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-
-
-def _numbers_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    attributes = {key: value for key, value in vars(optimizer).items() if not key.startswith("_")}
-    return {key: copy.deepcopy(value) for key, value in attributes.items() if isinstance(value, int | float | Tensor)}
-
-
 def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.shape == other.shape and torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
@@ -489,18 +464,18 @@ def _is_same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-def _initial_state(spec: _Spec, params: Params, probe: _Probe) -> _InitialState:
+def _initial_state(spec: _Spec, params: Params, fill: float) -> _InitialState:
     """The state before the first update. On the meta device, where some optimizers read a value, that of zeros."""
     try:
-        return _first_step(spec, params, probe)
+        return _first_step(spec, params, fill)
     except RuntimeError:
         if not any(param.is_meta for param in params.values()):
             raise
-        found = _first_step(spec, {name: torch.zeros_like(p, device="cpu") for name, p in params.items()}, probe)
+        found = _first_step(spec, {name: torch.zeros_like(p, device="cpu") for name, p in params.items()}, fill)
         return tree.map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, found)
 
 
-def _first_step(spec: _Spec, params: Params, probe: _Probe) -> _InitialState:
+def _first_step(spec: _Spec, params: Params, fill: float) -> _InitialState:
     """Run a first step on copies and record the first value that it stores under each key.
 
     If the step changes types or shapes, the values after it are returned instead, with ``is_whole=False``.
@@ -512,19 +487,12 @@ def _first_step(spec: _Spec, params: Params, probe: _Probe) -> _InitialState:
         recorders = {name: _Recorder(optimizer.state[leaf]) for name, leaf in leaves.items()}
         for name, leaf in leaves.items():
             optimizer.state[leaf] = recorders[name]
-            leaf.grad = torch.full_like(leaf, probe.fill)
-        before = copy.deepcopy({key: value for key, value in _group_of(optimizer).items() if key in probe.group_keys})
+            leaf.grad = torch.full_like(leaf, fill)
         optimizer.step()
-    leaf = next(iter(leaves.values()))
-    slots = {name: _to_tensors(dict(optimizer.state[leaf]), leaf, spec.where) for name, leaf in leaves.items()}
-    after = {key: value for key, value in _group_of(optimizer).items() if key in probe.group_keys}
-    group = _to_tensors(after, leaf, spec.where)
-    if before.keys() == after.keys():
-        first = {name: _to_tensors(recorders[name].first, leaf, spec.where) for name, leaf in leaves.items()}
-        start = _to_tensors(before, leaf, spec.where)
-        if tree.signature((first, start)) == tree.signature((slots, group)):
-            return _InitialState(first, start, is_whole=True)
-    return _InitialState(slots, group, is_whole=False)
+    slots = {name: _to_tensors(optimizer.state[leaf], leaf, spec.where) for name, leaf in leaves.items()}
+    first = {name: _to_tensors(recorders[name].first, leaf, spec.where) for name, leaf in leaves.items()}
+    is_whole = tree.signature(first) == tree.signature(slots)
+    return _InitialState(first if is_whole else slots, is_whole)
 
 
 class _Recorder(dict[str, Any]):
@@ -549,26 +517,27 @@ class _Recorder(dict[str, Any]):
         return self[key]
 
 
-def _trace(spec: _Spec, arguments: tuple[Any, ...], *, is_scheduled: bool) -> Callable[..., _StepResult] | str:
+def _trace(spec: _Spec, arguments: _Arguments, *, is_scheduled: bool) -> Callable[..., _StepResult] | str:
     """Trace one step into a graph of tensor operations; return the reason as text if that fails.
 
     Args:
         spec: the optimizer.
-        arguments: params, grads, slots and group; only their shapes and dtypes matter.
-        is_scheduled: the graph takes the learning rate as a fifth argument.
+        arguments: params, grads and slots; only their shapes and dtypes matter.
+        is_scheduled: the graph takes the learning rate as a fourth argument.
     """
-    numbers = sorted({_split_key(key)[0] for key in _all_keys(arguments[2:]) if _split_key(key)[1] in _NUMBERS})
+    keys = {_split_key(key) for slot in arguments[2].values() for key in slot}
+    numbers = sorted({name for name, kind in keys if kind in _NUMBERS})
     if numbers:
         return f"its state has Python numbers ({', '.join(numbers)}), which would be constants in a graph"
 
-    def step(params: Params, grads: Params, slots: Slots, group: dict[str, Any], *rates: Tensor) -> _StepResult:
-        return _run(spec, params, grads, slots, group, rate=rates[0] if rates else None, is_traced=True)
+    def step(params: Params, grads: Params, slots: Slots, *rates: Tensor) -> _StepResult:
+        return _run(spec, params, grads, slots, rate=rates[0] if rates else None, is_traced=True)
 
-    def scheduled(params: Params, grads: Params, slots: Slots, group: dict[str, Any], rate: Tensor) -> _StepResult:
-        return step(params, grads, slots, group, rate)
+    def scheduled(params: Params, grads: Params, slots: Slots, rate: Tensor) -> _StepResult:
+        return step(params, grads, slots, rate)
 
-    def constant(params: Params, grads: Params, slots: Slots, group: dict[str, Any]) -> _StepResult:
-        return step(params, grads, slots, group)
+    def constant(params: Params, grads: Params, slots: Slots) -> _StepResult:
+        return step(params, grads, slots)
 
     from torch.fx.experimental.proxy_tensor import make_fx  # Slow to import.
 
@@ -585,12 +554,6 @@ def _trace(spec: _Spec, arguments: tuple[Any, ...], *, is_scheduled: bool) -> Ca
             graph.graph.erase_node(node)
     graph.recompile()
     return graph
-
-
-def _all_keys(node: Any) -> list[str]:
-    if isinstance(node, dict):
-        return [key for name, value in node.items() for key in (name, *_all_keys(value))]
-    return [key for value in node for key in _all_keys(value)] if isinstance(node, list | tuple) else []
 
 
 _COMPILING: ContextVar[bool] = ContextVar("compiling", default=False)

@@ -81,7 +81,8 @@ def plan(tx: Transform, updates: Params, state: Tree, params: Params) -> Plan | 
         params: name -> P.
     """
     work: list[Change | Call] = []
-    new = _planned(work, tx, updates, state, params)
+    found = _found(tx, state)
+    new = None if found is None else _planned(work, found, updates, params)
     if new is None:
         return None
     rates = [call.options["lr"] for call in work if isinstance(call, Call)]
@@ -142,26 +143,35 @@ class _Part(NamedTuple):
     state: Tree
 
 
-def _planned(work: list[Change | Call], tx: Transform, updates: Params, state: Tree, params: Params) -> Tree | None:
-    """Append the work of a transform; return its state after the update, or None if it has no plan."""
+class _Found(NamedTuple):
+    """A transform whose last parts have a kernel, or have transforms inside."""
+
+    tx: Transform
+    changes: list[_Part]  # clipping and scaling
+    tail: tuple[str, ...]  # the kinds of the last parts, of `_OPTIMIZERS` or `_NESTED`
+    last: list[_Part]
+
+
+def _found(tx: Transform, state: Tree) -> _Found | None:
+    """The parts of a transform; None if there is no kernel for them."""
     parts = _parts(tx, state)
-    if (tail := _tail(parts)) is None:
+    names = tuple(part.name for part in parts)
+    tail = next((known for known in (*_OPTIMIZERS, *_NESTED) if names[-len(known) :] == known), None)
+    if tail is None or any(name not in ("clip", "scale") for name in names[: -len(tail)]):
         return None
-    first, last = parts[: -len(tail)], parts[-len(tail) :]
-    work += [Change(part.name, part.options, list(updates)) for part in first]
+    return _Found(tx, parts[: -len(tail)], tail, parts[-len(tail) :])
+
+
+def _planned(work: list[Change | Call], found: _Found, updates: Params, params: Params) -> Tree | None:
+    """Append the work of a transform; return its state after the update, or None if it has no plan."""
+    _, changes, tail, last = found
+    work += [Change(part.name, part.options, list(updates)) for part in changes]
     if tail in _NESTED:
         inner = (_partition if tail == ("partition",) else _inject)(work, last[0], updates, params)
         new = None if inner is None else [inner]
     else:
         new = _optimizer(work, tail, last, updates, params)
-    return None if new is None else _nested(tx, iter([*(part.state for part in first), *new]))
-
-
-def _tail(parts: list[_Part]) -> tuple[str, ...] | None:
-    """The names of the last parts, after clipping and scaling, if there is a kernel or a plan for them."""
-    names = tuple(part.name for part in parts)
-    tail = next((known for known in (*_OPTIMIZERS, *_NESTED) if names[-len(known) :] == known), None)
-    return None if tail is None or any(name not in ("clip", "scale") for name in names[: -len(tail)]) else tail
+    return None if new is None else _nested(found.tx, iter([*(part.state for part in changes), *new]))
 
 
 def _parts(tx: Transform, state: Tree) -> list[_Part]:
@@ -188,23 +198,25 @@ def _nested(tx: Transform, states: Iterator[Tree]) -> Tree:
 
 def _partition(work: list[Change | Call], part: _Part, updates: Params, params: Params) -> Tree | None:
     groups, transforms = dict(part.state.groups), part.options["transforms"]
-    if any(_tail(_parts(transforms[label], group.inner)) is None for label, group in groups.items() if group.selected):
+    used = {label: _found(transforms[label], group.inner) for label, group in groups.items() if group.selected}
+    if None in used.values():  # before a rate is computed
         return None
-    for label, group in part.state.groups.items():
-        if any(name not in updates for name in group.selected):
+    for label, found in used.items():
+        selected = groups[label].selected
+        if found is None or any(name not in updates for name in selected):
             return None  # `update` raises the error
-        if group.selected:
-            own = [{name: p for name, p in named.items() if name in group.selected} for named in (updates, params)]
-            inner = _planned(work, transforms[label], own[0], group.inner, own[1])
-            if inner is None:
-                return None
-            groups[label] = group._replace(inner=inner)
+        own = [{name: p for name, p in named.items() if name in selected} for named in (updates, params)]
+        inner = _planned(work, found, own[0], own[1])
+        if inner is None:
+            return None
+        groups[label] = groups[label]._replace(inner=inner)
     return part.state._replace(groups=groups)
 
 
 def _inject(work: list[Change | Call], part: _Part, updates: Params, params: Params) -> Tree | None:
     tx, new = part.options["build"](part.state)
-    inner = _planned(work, tx, updates, part.state.inner, params)
+    found = _found(tx, part.state.inner)
+    inner = None if found is None else _planned(work, found, updates, params)
     return None if inner is None else new._replace(inner=inner)
 
 

@@ -10,6 +10,7 @@ from ..types import Params
 from .adam import scale_by_adam
 from .arguments import Decay, NonNegative, Rate
 from .base import Transform, chain, stateless
+from .complex_params import real_only
 from .numerics import multiply, upcast
 from .scale import decay_parts, scale_by_learning_rate
 from .wrappers import Mask
@@ -30,7 +31,7 @@ def scale_by_trust_ratio() -> Transform:
     def fn(updates: Params, params: Params) -> Params:
         return {name: multiply(u, _trust_ratio(upcast(params[name]), upcast(u))) for name, u in updates.items()}
 
-    return stateless(fn, elementwise=False)
+    return real_only(stateless(fn, elementwise=False), "lamb")
 
 
 def _trust_ratio(param: Tensor, update: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from ..state import known_keywords
 from ..types import Params
 from .arguments import Decay, NonNegative, Rate
 from .base import Transform, chain
+from .complex_params import real_only
 from .numerics import lerp, zeros_like
 from .scale import decay_parts, scale_by_learning_rate
 from .wrappers import Mask
@@ -53,7 +54,7 @@ def scale_by_lion(b1: Decay = 0.9, b2: Decay = 0.99, *, mu_dtype: torch.dtype | 
         }
         return new, ScaleByLionState({name: lerp(state.mu[name], g, 1 - b2) for name, g in updates.items()})
 
-    return Transform(init, update)
+    return real_only(Transform(init, update), "lion")
 
 
 @known_keywords

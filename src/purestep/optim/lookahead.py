@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..state import known_keywords
+from ..state import at_least, known_keywords
 from ..types import Params, Tree
-from .arguments import Scalar, at_least, within
+from .arguments import Scalar, within
 from .base import Norms, Transform, described, updated
 from .counts import zero_count
 from .numerics import lerp, upcast

@@ -15,6 +15,7 @@ from ..state import check_choice, known_keywords
 from ..types import Params
 from .arguments import Decay, NonNegative, NonNegativeFloat, Rate, Scalar, within
 from .base import Transform, chain, stateless
+from .complex_params import real_only
 from .numerics import lerp, multiply, zeros_like
 from .scale import decay_parts, scale_by_learning_rate
 from .wrappers import Mask, decay_mask
@@ -97,7 +98,7 @@ def scale_by_muon(
         }
         return new, ScaleByMuonState(mu)
 
-    return Transform(init, update, elementwise=False)
+    return real_only(Transform(init, update, elementwise=False), "muon")
 
 
 def _orthogonalize(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
@@ -141,7 +142,7 @@ def scale_by_shape(adjust: Adjust = "original") -> Transform:
         del params  # Depends on the shapes of the updates only.
         return {name: multiply(u, factor(u.shape[0], math.prod(u.shape[1:]))) for name, u in updates.items()}
 
-    return stateless(fn, elementwise=False)
+    return real_only(stateless(fn, elementwise=False), "scale_by_shape")
 
 
 @known_keywords

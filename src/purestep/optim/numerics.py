@@ -14,12 +14,13 @@ from ..torch_ext import tracing
 from ..types import Params
 from .arguments import Rate, Scalar, Schedule
 
+_DOUBLE = (torch.float64, torch.complex128)
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 def scalar_dtype(tree: Params) -> torch.dtype:
-    """Dtype for scalars that multiply these tensors: float64 if any of them is float64, else float32."""
-    return torch.float64 if any(leaf.dtype == torch.float64 for leaf in tree.values()) else torch.float32
+    """Dtype for scalars that multiply these tensors: float64 if any of them is float64 or complex128, else float32."""
+    return torch.float64 if any(leaf.dtype in _DOUBLE for leaf in tree.values()) else torch.float32
 
 
 def exact_dtype(tree: Params) -> torch.dtype:

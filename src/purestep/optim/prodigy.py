@@ -11,6 +11,7 @@ from ..state import known_keywords
 from ..types import Params, Tree
 from .arguments import Decay, NonNegative, Rate, within
 from .base import Norms, Transform, chain, described, identity, norm_of, unknown
+from .complex_params import real_only
 from .counts import zero_count
 from .numerics import (
     add_scaled,
@@ -132,7 +133,8 @@ def prodigy(
         used, d_leaf, r_leaf = (rate_leaf(value, step) for value in (rate, new_d, numerator))
         return new, ProdigyState(step, used, d_leaf, r_leaf, mu, nu, grad_sum, state.start, inner)
 
-    return described(Transform(init, update, labels=decay.labels, decays=decay.decays), "prodigy", takes_norms=True)
+    whole = Transform(init, update, labels=decay.labels, decays=decay.decays)
+    return described(real_only(whole, "prodigy"), "prodigy", takes_norms=True)
 
 
 def _sum(values: Params, norms: Norms | None) -> Tensor:

@@ -10,6 +10,7 @@ from ..state import known_keywords
 from ..types import Empty, Params, Tree
 from .arguments import Decay, NonNegative, Rate
 from .base import Transform, chain
+from .complex_params import on_pairs
 from .numerics import decay_square, is_enabled, lerp, safe_sqrt, upcast, zeros_like, zeros_like_squares
 from .scale import decay_parts, scale_by_learning_rate
 from .sgd import trace
@@ -56,7 +57,7 @@ def scale_by_rms(decay: Decay = 0.99, *, eps: NonNegative = 1e-8, centered: bool
             new[name] = (upcast(g) / (safe_sqrt(variance) + eps)).to(g.dtype)
         return new, ScaleByRmsState(nu, mean)
 
-    return Transform(init, update)
+    return on_pairs(Transform(init, update))
 
 
 @known_keywords

@@ -13,6 +13,7 @@ from ..state import known_keywords
 from ..types import Empty, Params, TrainState, Tree
 from .arguments import Decay, NonNegative, Rate, Scalar, within
 from .base import Norms, Transform, chain, described, identity, updated
+from .complex_params import real_only
 from .counts import bias_corrections, no_updates, zero_count
 from .numerics import adam_quotients, decay_square, multiply, rate_at, scalar_dtype, upcast, zeros_like_squares
 from .scale import decay_parts, rate_leaf
@@ -96,9 +97,8 @@ def schedule_free(
         step = state.step + 1
         return new, ScheduleFreeState(step, leaf, max_rate, weight_sum, rate_leaf(b1, step), z, new_inner)
 
-    return described(
-        Transform(init, update, inner.elementwise, inner.labels, inner.decays), "schedule_free", takes_norms=True
-    )
+    whole = Transform(init, update, inner.elementwise, inner.labels, inner.decays)
+    return described(real_only(whole, "schedule_free"), "schedule_free", takes_norms=True)
 
 
 class ScaleByCorrectedRmsState(NamedTuple):

@@ -8,11 +8,12 @@ from typing import Annotated, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ..state import known_keywords
+from ..state import at_least, known_keywords
 from ..torch_ext import tracing
 from ..types import Empty, Params, Tree
-from .arguments import Decay, NonNegative, Rate, at_least
+from .arguments import Decay, NonNegative, Rate
 from .base import Transform, chain
+from .complex_params import real_only
 from .counts import no_updates, update_counts
 from .numerics import (
     by_name,
@@ -118,7 +119,7 @@ def scale_by_soap(
         basis, nu = _refreshed(gram, state.basis, nu, rank, by_name(count, updates), precondition_frequency)
         return new, state._replace(step=state.step + 1, mu=mu, nu=nu, gram=gram, basis=basis)
 
-    return Transform(init, update, elementwise=False)
+    return real_only(Transform(init, update, elementwise=False), "soap")
 
 
 @known_keywords
@@ -312,7 +313,7 @@ def _improved(part: _Part, dims: tuple[int, ...]) -> _Part:
         sizes = (old * (square @ old)).sum(0)
         order = sizes.argsort(descending=True)
         nu, sorted_basis = nu.index_select(dim, order), old.index_select(1, order)
-        found.append(torch.linalg.qr(square @ sorted_basis)[0])
+        found.append(torch.linalg.qr(square @ sorted_basis)[0].contiguous())
     return _Part(tuple(found), nu, part.gram)
 
 
@@ -320,4 +321,4 @@ def _eigenvectors(gram: Tensor) -> Tensor:
     """Columns by falling eigenvalue. Numbers that are not finite would raise; the step refuses such an update."""
     usable = torch.isfinite(gram).all()
     vectors = torch.linalg.eigh(torch.where(usable, gram, _identity_like(gram)))[1]
-    return vectors.flip(1)
+    return vectors.flip(1).contiguous()  # the layout of the basis before it: a graph serves a whole run

@@ -13,6 +13,7 @@ from torch import Tensor
 from .. import tree
 from ..errors import ConfigError, RankError
 from ..metrics import Gathered
+from ..model import check_real
 from ..optim import base, numerics
 from ..state import check_choice, known_keywords, views
 from ..types import Batch, Exchange, Form, Labels, Metrics, Params, Program, Share, Static, TrainState, Tree
@@ -102,6 +103,7 @@ def distribute(
     unit_names = blocks.names_of(units, static.module)
     if mesh.size == 1:
         return program
+    check_real(static.module, _WHERE)
     _check_mesh(mesh, params, tensor, cuts=any(map(is_cut, static.trained)))
     collectives.keep_in_graphs()
 

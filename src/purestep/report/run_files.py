@@ -6,6 +6,7 @@ import math
 import os
 import re
 import time
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -244,7 +245,7 @@ def _monitor(newest: StoredStep | None, info: RunInfo | None, history: list[Row]
         return None
 
 
-def _best(history: list[Row], monitor: tuple[str, str] | None) -> int | None:
+def _best(history: Sequence[Mapping[str, Any]], monitor: tuple[str, str] | None) -> int | None:
     if monitor is None:
         return None
     sign = 1.0 if monitor[1] == "min" else -1.0

@@ -64,8 +64,8 @@ def stored_history(path: Path) -> list[Row] | None:
         found = read_json(path)
     except ValueError:
         return None
-    rows = cast("list[Any]", found) if isinstance(found, list) else [None]
-    return rows if all(isinstance(row, dict) for row in rows) else None
+    is_history = isinstance(found, list) and all(isinstance(row, dict) for row in cast("list[Any]", found))
+    return cast("list[Row]", found) if is_history else None
 
 
 def history_json(path: Path | str) -> History:

@@ -32,9 +32,8 @@ class RowFile(OutputFile):
 
     wants = (FitStart, Logged, EpochEnd)
 
-    @staticmethod
     @abstractmethod
-    def _parse(text: str) -> Iterator[Row]:
+    def _parse(self, text: str) -> Iterator[Row]:
         """Yield the complete rows of a text."""
 
     @abstractmethod
@@ -89,15 +88,8 @@ class RowFile(OutputFile):
 
 
 class _JsonLines(RowFile):
-    @staticmethod
-    def _parse(text: str) -> Iterator[Row]:
-        for line in io.StringIO(text):
-            try:
-                row = parsed_json(line)
-            except ValueError:
-                continue  # part of a row: it is being written, or the run was killed
-            if isinstance(row, dict):
-                yield cast(Row, row)
+    def _parse(self, text: str) -> Iterator[Row]:
+        return _jsonl_rows(text)
 
     def _text(self, rows: list[Row]) -> str:
         return "".join(map(self._line, rows))
@@ -109,11 +101,8 @@ class _JsonLines(RowFile):
 class _Csv(RowFile):
     _columns: tuple[str, ...] = ()
 
-    @staticmethod
-    def _parse(text: str) -> Iterator[Row]:
-        for row in csv_format.DictReader(io.StringIO(text)):
-            if None not in row and None not in row.values():  # else it is part of a row
-                yield {name: _value(cell) for name, cell in row.items()}
+    def _parse(self, text: str) -> Iterator[Row]:
+        return _csv_rows(text)
 
     def _text(self, rows: list[Row]) -> str:
         self._columns = tuple(dict.fromkeys(["kind", "step", "epoch", *(key for row in rows for key in row)]))
@@ -132,8 +121,8 @@ def stored_rows(path: Path) -> list[Row] | None:
     Raises:
         OSError, ValueError: the file cannot be read.
     """
-    kind = {".csv": _Csv, ".jsonl": _JsonLines}.get(path.suffix)
-    return None if kind is None else _rows(path, kind._parse)
+    parse = {".csv": _csv_rows, ".jsonl": _jsonl_rows}.get(path.suffix)
+    return None if parse is None else _rows(path, parse)
 
 
 def _rows(path: Path, parse: Callable[[str], Iterator[Row]]) -> list[Row]:
@@ -142,6 +131,22 @@ def _rows(path: Path, parse: Callable[[str], Iterator[Row]]) -> list[Row]:
         return [row for row in parse(text) if type(row.get("step")) is int and isinstance(row.get("kind"), str)]
     except csv_format.Error as error:
         raise ValueError(f"no CSV: {error}") from error
+
+
+def _jsonl_rows(text: str) -> Iterator[Row]:
+    for line in io.StringIO(text):
+        try:
+            row = parsed_json(line)
+        except ValueError:
+            continue  # part of a row: it is being written, or the run was killed
+        if isinstance(row, dict):
+            yield cast(Row, row)
+
+
+def _csv_rows(text: str) -> Iterator[Row]:
+    for row in csv_format.DictReader(io.StringIO(text)):
+        if None not in row and None not in row.values():  # else it is part of a row
+            yield {name: _value(cell) for name, cell in row.items()}
 
 
 def _value(cell: str) -> Any:

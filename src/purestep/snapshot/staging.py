@@ -102,9 +102,9 @@ def stage(tensors: dict[str, Tensor], spare: Buffers) -> Buffers:
 
 def _buffer(source: Tensor, spare: Tensor | None) -> Tensor:
     """A tensor in C order, whose array orbax writes as it is."""
-    is_alike = spare is not None and spare.dtype is source.dtype and spare.shape == source.shape
-    if is_alike and (not source.is_cuda or spare.is_pinned()):
-        return spare
+    if spare is not None and spare.dtype is source.dtype and spare.shape == source.shape:  # noqa: SIM102
+        if not source.is_cuda or spare.is_pinned():
+            return spare
     if source.is_cuda:
         return torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
     # numpy requests huge pages and torch does not: page faults take a fraction of the time

@@ -15,6 +15,8 @@ from .entry_names import entry_name as entry_name
 from .entry_names import entry_place as entry_place
 from .entry_names import vector_name as vector_name
 from .keywords import Check as Check
+from .keywords import at_least as at_least
+from .keywords import in_range as in_range
 from .keywords import known_keywords as known_keywords
 from .stacked import member as member
 from .stacked import stack as stack

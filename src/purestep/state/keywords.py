@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeAlias, TypeVar, cast, get_args, get_type_hints
 
 from ..errors import ConfigError
-from .validation import nearest
+from .validation import check_count, check_range, nearest
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 Check: TypeAlias = Callable[[str, str, Any, str], None]
 """``(function, argument, value, cure)``: raises a ConfigError for a value out of range. The ``cure`` may be empty."""
+
+
+def at_least(least: int) -> Check:
+    """A check that a value is an int of at least ``least``: it raises a ConfigError."""
+    return lambda where, name, value, cure: check_count(where, least=least, cure=cure, **{name: value})
+
+
+def in_range(low: float = -math.inf, high: float = math.inf, ends: str = "()") -> Check:
+    """A check that a value is a finite number between two bounds, as `check_range`: it raises a ConfigError."""
+    return lambda where, name, value, cure: check_range(where, low, high, ends=ends, cure=cure, **{name: value})
 
 
 def known_keywords(factory: Callable[P, R]) -> Callable[P, R]:

@@ -24,7 +24,7 @@ def stack(states: Sequence[Tree]) -> Tree:
         states: at least one tree of tensors. Each leaf has the same shape, dtype and device in all of them.
 
     Returns:
-        A tree of the same structure: a leaf of shape S becomes a leaf of shape (len(states), *S), also the key. The
+        A tree of the same structure: a leaf of shape S becomes a leaf of shape ``(len(states), *S)``, also the key. The
         memory is new.
 
     Raises:

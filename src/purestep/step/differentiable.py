@@ -12,7 +12,7 @@ from torch import nn
 
 from .. import tree
 from ..errors import ConfigError, StateError
-from ..model import functional
+from ..model import check_real, functional
 from ..state import stacked
 from ..types import Batch, Empty, Form, Loss, Params, Program, TrainState
 from . import exchange
@@ -28,7 +28,7 @@ class Parts(NamedTuple):
     Args:
         loss: ``(params, state, batch, context, *, train, kind) -> (Loss, Bound)``: the objective on the whole batch
             with these parameters and the other tensors of the state; ``mean`` is connected to ``params``. Metrics are
-            detached. ``kind`` makes the bound model, as `functional.Bound` does.
+            detached; outputs are left out. ``kind`` makes the bound model, as `functional.Bound` does.
         with_gradients: ``(parts, form, state, batch, context) -> Micro`` in place of `gradient.gradients` -> the
             program that updates by it.
         objective: the user's function.
@@ -76,7 +76,7 @@ def parts_of(spec: Spec, with_gradients: Callable[[Callable[..., Micro]], Progra
         with spec.policy.autocast(device):
             found = spec.objective(bound, spec.policy.cast(tree.dicts(batch)), *context)
         found = check_loss(found, device, train=True)
-        return found._replace(weight=found.weight.detach(), metrics=tree.detach(found.metrics)), bound
+        return found._replace(weight=found.weight.detach(), metrics=tree.detach(found.metrics), outputs={}), bound
 
     def replaced(compute: Callable[..., Micro]) -> Program:
         return with_gradients(lambda spec, *args: compute(parts_of(spec, _not_nested), *args))
@@ -126,7 +126,8 @@ def parts_for(program: Program, where: str) -> Parts:
         where: the function that needs them, for the error.
 
     Raises:
-        ConfigError: the program is a step of the user's own or an ensemble, or runs on several processes.
+        ConfigError: the program is a step of the user's own or an ensemble, runs on several processes, or has complex
+            parameters.
     """
     static = program.static
     if static is None or static.made.parts is None:
@@ -143,6 +144,7 @@ def parts_for(program: Program, where: str) -> Parts:
             where=where,
             hint="pass the program that ps.distribute got, and the state of ps.full(state)",
         )
+    check_real(static.made.parts.module, where)
     return static.made.parts
 
 

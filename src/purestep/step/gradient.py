@@ -253,7 +253,7 @@ def _micro(spec: Spec, form: Form, state: TrainState, batch: Batch, context: tup
     grad_weight = loss.weight
     if is_seeded:
         grad_weight = torch.ones_like(loss.weight) if divisor is None else divisor
-    return Micro(form.collect(grads), loss.mean, loss.weight, buffers, metrics, unreached, grad_weight)
+    return Micro(form.collect(grads), loss.mean, loss.weight, buffers, metrics, unreached, grad_weight, loss.outputs)
 
 
 def _own(grad: Tensor, weight: Tensor) -> Tensor:
@@ -267,17 +267,20 @@ def gradients(spec: Spec, form: Form, state: TrainState, batch: Batch, context: 
     if spec.microbatches == 1:
         return _micro(spec, form, state, batch, context)
     total: Micro | None = None
+    handed_out: list[tuple[Batch, Any]] = []
     dtypes: dict[str, torch.dtype] = {}
     for part in _parts(batch, spec.microbatches):
         micro = _micro(spec, form, state, part, context)
         # A part of weight 0 may be padding only: its buffers are dropped.
         micro = micro._replace(buffers=kept_buffers(state.buffers, micro, micro.weight != 0))
         state = state._replace(buffers=micro.buffers)
+        handed_out.append((rows_of(part)[0], micro.outputs))
         dtypes = {name: grad.dtype for name, grad in micro.grads.items()}
         weighted = tree.map(lambda g, w=micro.grad_weight: times(g.to(wide(g.dtype)), w), micro.grads)
         summed = micro._replace(grads=weighted, mean=times(micro.mean, micro.weight))
         total = summed if total is None else _add(total, summed)
     assert total is not None
+    total = total._replace(outputs=_joined_outputs(handed_out))
     if form.exchange is not None and form.exchange.seeded:  # sums stay sums
         one = torch.ones_like(total.weight)
         mean = total.mean / torch.where(total.weight > 0, total.weight, one)
@@ -285,6 +288,29 @@ def gradients(spec: Spec, form: Form, state: TrainState, batch: Batch, context: 
     divisor = total.weight.clamp(min=torch.finfo(torch.float32).tiny)
     grads = {name: torch.where(total.weight > 0, g / divisor, g).to(dtypes[name]) for name, g in total.grads.items()}
     return total._replace(grads=grads, mean=total.mean / divisor, grad_weight=total.weight)
+
+
+def _joined_outputs(parts: list[tuple[Batch, Any]]) -> Any:
+    """The outputs of micro-batches, ``(rows, outputs)`` each, as those of their whole batch."""
+    if not any(outputs for _, outputs in parts):
+        return {}
+    for rows, outputs in parts:
+        count = microbatch.count_rows(rows)
+        for path, leaf in tree.with_paths(outputs):
+            if not leaf.dim() or leaf.shape[0] != count:
+                raise StepContractError(
+                    f"has shape {list(leaf.shape)}, without the {count} rows of its micro-batch as first dimension: "
+                    f"those of {len(parts)} parts cannot be joined",
+                    where=f"outputs/{path}",
+                    hint="transpose it, rows first; for a number use a metric; or set microbatches=1",
+                )
+    if len({tuple(tree.paths(outputs)) for _, outputs in parts}) > 1:
+        raise StepContractError(
+            "differ between the micro-batches of a call",
+            where="outputs",
+            hint="return the same names in every call, or set microbatches=1",
+        )
+    return tree.map(lambda *leaves: torch.cat(leaves), *(outputs for _, outputs in parts))
 
 
 def _parts(batch: Batch, count: int) -> Iterator[Batch]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from .. import rng
 from ..errors import StateError
 from ..model import functional
+from ..precision import Policy
 from ..state import usable_device
 from ..types import Empty, Params, TrainState, Tree
 from .spec import Accum, Spec, wide
@@ -39,7 +40,7 @@ def init_of(spec: Spec, module: nn.Module, own: nn.Module | None) -> Callable[..
             spec.policy.check(target)
         # By the names of the program, not by the module's `requires_grad` of today: another program may have set that.
         params, frozen, buffers = (
-            _place({name: found[name] for name in of}, target, spec.policy.weights)
+            _place({name: found[name] for name in of}, target, spec.policy)
             for of in (names.params, names.frozen, names.buffers)
         )
         return TrainState(
@@ -84,13 +85,12 @@ def _target(module: nn.Module, device: torch.device | str | None) -> torch.devic
     return found.pop()
 
 
-def _place(named: Params, device: torch.device, dtype: torch.dtype | None) -> Params:
+def _place(named: Params, device: torch.device, policy: Policy) -> Params:
     def leaf(name: str, value: Tensor) -> Tensor:
         if value.device.type == "meta":
             raise StateError("is on the meta device and has no values", where=name, hint="load weights before init")
-        wanted = dtype if dtype is not None and value.is_floating_point() else value.dtype
         # Always copy: the module belongs to the user. The copy keeps dense layouts (channels_last).
-        return value.to(device=device, dtype=wanted, copy=True)
+        return policy.cast(value.to(device=device, copy=True))
 
     return {name: leaf(name, value) for name, value in named.items()}
 

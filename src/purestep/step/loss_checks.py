@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from .. import tree
 from ..errors import StepContractError
 from ..metrics import Gathered
 from ..metrics import mean as means
@@ -23,10 +24,11 @@ NUMBERS: Any = (int, float, torch.SymInt, torch.SymFloat)
 
 def check_loss(loss: Any, device: torch.device, *, train: bool) -> Loss:
     """Convert an objective's result: the mean to at least float32, the weight to a 0-d float32 tensor on the device.
-    With ``train``, drop gathered outputs: they are for the end of an evaluation.
+    With ``train``, drop gathered outputs: they are for the end of an evaluation; without it, `Loss.outputs`.
 
     Raises:
-        StepContractError: it is not a Loss, or its mean is not a floating scalar on the device.
+        StepContractError: it is not a Loss, its mean is not a floating scalar on the device, or its outputs are not
+            tensors.
     """
     cure = "return ps.Loss(mean, weight, metrics), or use ps.supervised"
     if not isinstance(loss, Loss):
@@ -46,7 +48,33 @@ def check_loss(loss: Any, device: torch.device, *, train: bool) -> Loss:
             where="objective",
             hint="call batch = ps.to_device(batch, state)",
         )
-    return Loss(mean.to(wide(mean.dtype)), _weight(loss.weight, device), _checked_metrics(loss.metrics, device, train))
+    return Loss(
+        mean.to(wide(mean.dtype)),
+        _weight(loss.weight, device),
+        _checked_metrics(loss.metrics, device, train),
+        _checked_outputs(loss.outputs) if train else {},
+    )
+
+
+def _checked_outputs(given: Any) -> dict[str, Any]:
+    """Copies of the outputs: they may share memory with weights, which a donated step writes."""
+    if not isinstance(given, Mapping):
+        raise StepContractError(
+            f"are a {type(given).__name__}, not a mapping",
+            where="outputs",
+            hint='pass ps.Loss(mean, weight, metrics, outputs={"errors": errors})',
+        )
+    if not given:
+        return {}
+    found = tree.dicts(dict(cast(Mapping[str, Any], given)))
+    for path, leaf in tree.with_paths(found):
+        if not isinstance(leaf, Tensor):
+            raise StepContractError(
+                f"is a {type(leaf).__name__}, not a tensor",
+                where=f"outputs/{path}",
+                hint="pass a tensor; a number that is to be averaged is a metric",
+            )
+    return tree.map(lambda leaf: leaf.detach().clone(), found)
 
 
 def _weight(given: Any, device: torch.device) -> Tensor:
@@ -159,7 +187,7 @@ def counted(loss: Loss, counts: Tensor | None) -> Loss:
         name: mean if isinstance(mean, Gathered) else means.with_sums(mean, *map(kept, mean))
         for name, mean in loss.metrics.items()
     }
-    return Loss(loss.mean, kept(loss.weight), metrics)
+    return Loss(loss.mean, kept(loss.weight), metrics, loss.outputs)
 
 
 def finite_mean(total: Tensor, weight: Tensor) -> Mean:

@@ -87,7 +87,7 @@ def gradients_of(sam: Sam) -> Callable[..., Micro]:
             grads = exchange.mean_gradients(form, state, grads, first.grad_weight, weight)
         worst = state._replace(params=_worst(sam, form, state.params, grads))
         second = gradient.gradients(spec, form, worst, batch, context)
-        return second._replace(mean=first.mean, buffers=first.buffers, metrics=first.metrics)
+        return second._replace(mean=first.mean, buffers=first.buffers, metrics=first.metrics, outputs=first.outputs)
 
     return gradients
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,6 +61,7 @@ class Micro(NamedTuple):
     metrics: Metrics
     unreached: frozenset[str]  # named: parameters that the loss does not reach
     grad_weight: Tensor  # shape=(): the factor by which gradients of several micro-batches are summed
+    outputs: Mapping[str, Any] = MappingProxyType({})  # `Loss.outputs`
 
 
 class Reach:

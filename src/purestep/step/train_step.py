@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from .. import rng, tree
-from ..errors import DataError, StateError, StepContractError
+from ..errors import ConfigError, DataError, StateError, StepContractError
+from ..metrics import handed_out
 from ..optim import unused_parameters
 from ..state import stacked
 from ..torch_ext import tracing
-from ..types import Batch, Empty, Form, Metrics, Steps, TrainState
+from ..types import Batch, Empty, Form, Metrics, Params, Steps, TrainState
 from . import exchange
 from .accumulation import accumulate, close
 from .gradient import kept_buffers
@@ -26,9 +27,11 @@ def steps_of(spec: Spec, form: Form) -> Steps:
     """Build a program's ``train_step`` and ``flush`` for one form of its state.
 
     Raises:
-        ConfigError: the objective is a sum, and a step has several parts of a batch.
+        ConfigError: the objective is a sum, and a step has several parts of a batch; the transform evaluates the loss
+            again, and the loss is not that of one call.
     """
     _check_divisible(spec, form)
+    _check_evaluable(spec, form)
 
     def train_step(state: TrainState, batch: Batch, *context: Any) -> tuple[TrainState, Metrics]:
         """``(state, batch, *context) -> (state, metrics)``; the input state does not change.
@@ -44,15 +47,28 @@ def steps_of(spec: Spec, form: Form) -> Steps:
         if not isinstance(state, TrainState):  # pyright: ignore[reportUnnecessaryIsInstance]  # may be of any type
             raise _no_state(state)
         stacked.check_single(state, where="train_step")
-        micro = _drawing(spec, form, state, batch, lambda: spec.gradients(spec, form, state, batch, context))
+
+        def call(state: TrainState) -> Micro:
+            return _drawing(spec, form, state, batch, lambda: spec.gradients(spec, form, state, batch, context))
+
+        def value_and_grad(params: Params) -> tuple[Tensor, Params]:
+            found = micro if params is state.params else call(state._replace(params=params))
+            return found.mean, found.grads
+
+        _check_evaluates(spec)
+        micro = call(state)
         if isinstance(state.accum, Empty):
             micro, verdict, skipped = _whole(spec, form, state, micro)
-            new, metrics, counted = apply(spec, form, state, micro.grads, micro.weight, verdict, micro.buffers, skipped)
+            new, metrics, counted = apply(
+                spec, form, state, micro.grads, micro.weight, verdict, micro.buffers, skipped, value_and_grad
+            )
             if micro.buffers:
+                if spec.tx.evaluates:  # those of a pass at the accepted parameters, however many were tried
+                    micro = micro._replace(buffers=call(state._replace(params=new.params)).buffers)
                 new = new._replace(buffers=kept_buffers(state.buffers, micro, counted))
         else:
             new, micro, metrics = accumulate(spec, form, state, micro)
-        return _count_call(state, new), _joined(micro.metrics, metrics)
+        return _count_call(state, new), handed_out.with_outputs(_joined(micro.metrics, metrics), micro.outputs)
 
     def flush(state: TrainState) -> tuple[TrainState, Metrics]:
         """Close an open window according to the program's ``tail``."""
@@ -76,6 +92,38 @@ def _check_divisible(spec: Spec, form: Form) -> None:
     if parts:
         how = f"the program has {' and '.join(parts)}: steps would follow means of sums"
         raise sum_is_divided(how, where="program")
+
+
+def _check_evaluable(spec: Spec, form: Form) -> None:
+    """Check that the loss of a call is a function of the parameters, if the transform evaluates it again."""
+    if not spec.tx.evaluates:
+        return
+    several = {
+        f"accumulate={spec.accumulate}": (spec.accumulate > 1, f"microbatches={spec.accumulate} and the whole batch"),
+        "sam": (spec.is_sharp, "sam=None"),
+        "a loss scale": (
+            not isinstance(spec.scaler.init(torch.device("cpu")), Empty),
+            'precision="bf16-mixed" and no scaler',
+        ),
+        "several processes": (form.exchange is not None, "a mesh of one process, or optim.adamw(1e-3)"),
+    }
+    for what, (is_there, cure) in several.items():
+        if is_there:
+            raise ConfigError(
+                f"the transform evaluates the loss of a call again, which it cannot do with {what}",
+                where="program",
+                hint=f"use {cure}",
+            )
+
+
+def _check_evaluates(spec: Spec) -> None:
+    if spec.tx.evaluates and (tracing.in_graph() or tracing.transformed()):
+        raise StepContractError(
+            "the transform evaluates the loss as often as its values say: there is no graph of it, and no torch.func "
+            "transform",
+            where="train_step",
+            hint="call program.train_step in eager mode: compile=False; in an ensemble use optim.adamw(1e-3)",
+        )
 
 
 def _joined(measured: Metrics, own: Metrics) -> Metrics:

@@ -36,6 +36,7 @@ class _Window(NamedTuple):
     norm: Tensor  # shape=(): of the gradients
     buffers: Params  # after the forward pass, for their average
     skipped: unused_parameters.Reached  # parameters without a gradient
+    value_and_grad: base.ValueAndGrad | None
 
 
 def apply(
@@ -47,6 +48,7 @@ def apply(
     verdict: Tensor,
     buffers: Params,
     skipped: unused_parameters.Reached,
+    value_and_grad: base.ValueAndGrad | None = None,
 ) -> tuple[TrainState, Metrics, Tensor]:
     """Compute the optimizer update of one window, and apply all of it or nothing.
 
@@ -59,6 +61,7 @@ def apply(
         verdict: shape=(); nan if a loss was not finite.
         buffers: after the forward pass, for their average.
         skipped: parameters without a gradient: they and their optimizer state do not change.
+        value_and_grad: the loss of this call as a function of the parameters, for a transform that evaluates it again.
 
     Returns:
         The next state, metrics, and True (shape=()) if targets count, and loss and gradients are finite, in a state
@@ -68,7 +71,7 @@ def apply(
     if scale is not None:
         grads = unscaled(grads, scale)
     norm = ((form.exchange and form.exchange.norm) or optim.global_norm)(grads)
-    window = _Window(spec, form, state, grads, norm, buffers, skipped)
+    window = _Window(spec, form, state, grads, norm, buffers, skipped, value_and_grad)
     return (_on_host if tracing.may_branch(norm) else _on_device)(window, weight, verdict)
 
 
@@ -255,14 +258,17 @@ def _by_kernels(window: _Window, plan: fused.Plan, *, ready: Tensor | None) -> t
 
 
 def _by_tree(window: _Window) -> tuple[Params, Tree, Tensor | None]:
-    """The parameters and the optimizer state by `Transform.update`, and `_fits_float16`."""
+    """The parameters and the optimizer state by `Transform.update`, and `_fits_float16`, or True if the accepted
+    parameters of a transform that evaluates are finite."""
     form, state, tx = window.form, window.state, window.spec.tx
     if form.exchange is not None:
         result = form.exchange.update(tx, window.grads, state.opt_state, state.params, window.norm)
     else:
         norms = base.Norms(known=window.norm)
-        result = base.updated(tx, window.grads, state.opt_state, state.params, norms)
+        result = base.updated(tx, window.grads, state.opt_state, state.params, norms, window.value_and_grad)
     deltas, opt_state = _checked(result, state.params)
+    if tx.evaluates:
+        return deltas, opt_state, optim.global_norm(deltas) < math.inf
     opt_state = unused_parameters.skip(window.skipped, state.params, state.opt_state, opt_state)
     params = optim.apply_updates(state.params, deltas)
     params = unused_parameters.skip(window.skipped, state.params, state.params, params)

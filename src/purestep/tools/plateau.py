@@ -3,33 +3,36 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from typing import Any, Literal
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any, Literal
 
+import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from .. import stopping
 from ..compile import states
 from ..errors import ConfigError, StateError
 from ..events import EpochEnd, Event, FitEnd, FitStart
 from ..optim import hyperparameters
-from ..state import entry_place, nearest, stacked
+from ..state import at_least, check_choice, entry_place, in_range, known_keywords, nearest, stacked
 from ..types import TrainState
 
 _log = logging.getLogger("purestep")
 _Row = tuple[Any, Any, float | None]  # epoch, step, value
 
 
+@known_keywords
 def reduce_on_plateau(
     monitor: str = "val_loss",
     *,
-    factor: float = 0.1,
-    patience: int = 10,
+    factor: Annotated[float, in_range(0.0, 1.0)] = 0.1,
+    patience: Annotated[int, at_least(0)] = 10,
     mode: stopping.Mode | None = None,
-    threshold: float = 1e-4,
+    threshold: Annotated[float, in_range(0.0, ends="[)")] = 1e-4,
     threshold_mode: Literal["rel", "abs"] = "rel",
-    cooldown: int = 0,
-    min_scale: float = 0.0,
+    cooldown: Annotated[int, at_least(0)] = 0,
+    min_scale: Annotated[float, in_range(0.0, 1.0, "[]")] = 0.0,
     leaf: str = "learning_rate",
 ) -> ReduceOnPlateau:
     """Return a callback that lowers the learning rate when a metric stops improving: torch's `ReduceLROnPlateau`.
@@ -45,12 +48,12 @@ def reduce_on_plateau(
 
     Args:
         monitor: a metric by its name in the history.
-        factor: as in `stopping.Plateau`, like the following.
+        factor: each reduction multiplies the rate by it, in (0, 1).
         patience: rows without improvement before a reduction; the next such row reduces the rate.
         mode: which values are better. None: "min" for a loss, error or perplexity; other metrics need a mode.
-        threshold: the least improvement that counts.
-        threshold_mode: "rel" or "abs".
-        cooldown: rows after a reduction that do not count.
+        threshold: the least improvement that counts, at least 0.
+        threshold_mode: "rel": better than ``best * (1 -/+ threshold)``; "abs": than ``best -/+ threshold``.
+        cooldown: rows after a reduction that do not count, at least 0.
         min_scale: lower bound of the learning rate, as a share of the first one (torch's ``min_lr`` over ``lr``).
         leaf: the leaf to change, by the names of `optim.hyperparams`. In a `partition`, "learning_rate" means that of
             all groups, and ``"head/learning_rate"`` that of one.
@@ -69,23 +72,34 @@ def reduce_on_plateau(
         >>> ps.fit(program.init(), batches, program, epochs=6, callbacks=[plateau], progress=False).history["lr"]
         [0.5, 0.5, 0.5, 0.5, 0.25, 0.25]
     """
-    rule = stopping.Plateau(factor, patience, threshold, threshold_mode, cooldown, min_scale)
-    return ReduceOnPlateau(monitor, rule, mode or stopping.default_mode(monitor), leaf)
+    check_choice("reduce_on_plateau", ("rel", "abs"), threshold_mode=threshold_mode)
+    check_choice("reduce_on_plateau", ("min", "max", None), mode=mode)
+    chosen = mode or stopping.default_mode(monitor)
+    options: dict[str, Any] = {"factor": factor, "patience": patience, "threshold": threshold, "cooldown": cooldown}
+    options |= {"threshold_mode": threshold_mode, "min_lr": min_scale, "eps": 0.0}
+    return ReduceOnPlateau(monitor, lambda rate: ReduceLROnPlateau(rate, chosen, **options), leaf)
 
 
 class ReduceOnPlateau:
     """The callback; see `reduce_on_plateau`."""
 
-    def __init__(self, monitor: str, rule: stopping.Plateau, mode: stopping.Mode, leaf: str) -> None:
+    def __init__(
+        self, monitor: str, scheduler: Callable[[torch.optim.Optimizer], ReduceLROnPlateau], leaf: str
+    ) -> None:
         self.monitor = monitor
-        self.rule = rule
-        self.mode: stopping.Mode = mode
         self.leaf = leaf
+        self._made = scheduler
         self._begin()
 
     def _begin(self) -> None:
-        self.record = stopping.PlateauRecord()
+        self._rate = torch.optim.SGD([torch.zeros(1)], lr=1.0)  # torch's scheduler lowers its learning rate
+        self._scheduler = self._made(self._rate)
         self._last: tuple[Any, Any] | None = None  # epoch and step of the last row that counted
+
+    @property
+    def _scale(self) -> float:
+        """The factor for the learning rate that the run began with, in [0, 1]."""
+        return float(self._rate.param_groups[0]["lr"])
 
     def __call__(self, event: Event) -> TrainState | None:
         if isinstance(event, FitStart):
@@ -95,10 +109,10 @@ class ReduceOnPlateau:
         elif isinstance(event, EpochEnd):
             self._check_metric(event)
             row = event.record
-            before = self.record.scale
+            before = self._scale
             self._observe([(row.get("epoch"), row.get("step"), row.get(self.monitor))])
-            if self.record.scale != before:
-                return self._reduced(event.state, self.record.scale / before)
+            if self._scale != before:
+                return self._reduced(event.state, self._scale / before)
         elif isinstance(event, FitEnd) and self._last is None and event.error is None and event.history:
             _log.warning("reduce_on_plateau: %s has had no value in this run", self.monitor)
         return None
@@ -108,7 +122,7 @@ class ReduceOnPlateau:
             if value is None or (epoch, step) == self._last:  # an epoch may end right behind an evaluation inside it
                 continue
             self._last = epoch, step
-            self.record = self.record.after(value, rule=self.rule, mode=self.mode)
+            self._scheduler.step(value)
 
     def _check_metric(self, event: EpochEnd) -> None:
         """Raise if the loader of the metric has been evaluated, and the metric is not among its values."""
@@ -140,7 +154,7 @@ class ReduceOnPlateau:
             raise StateError(
                 f"the state is a {type(state).__name__} of {count} TrainStates, so its learning rate is ambiguous",
                 where="reduce_on_plateau",
-                hint="write a callback with stopping.Plateau and optim.set_hyperparams",
+                hint="write a callback with torch's ReduceLROnPlateau and optim.set_hyperparams",
             )
         found = hyperparameters.injected(state.opt_state)
         names = [name for name in found if self.leaf in (name, name.rpartition("/")[2])]

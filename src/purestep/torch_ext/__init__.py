@@ -7,6 +7,7 @@ tensor_layout    the memory of a tensor: its extent, overlaps, formats
 draws            random numbers of a graph and of the members of an ensemble, as in eager mode
 tracing          is this call captured, mapped or differentiated, and may the host read this value
 foreach          one call for many tensors, under plain names
+complex_numbers  complex tensors as pairs of real ones
 """
 
 from .tracing import Value as Value

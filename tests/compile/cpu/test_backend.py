@@ -151,6 +151,11 @@ def test_the_same_products_with_narrower_vectors():
     assert done.returncode == 0, done.stderr
 
 
+def of_two_kinds(a: Tensor, b: Tensor, bias: Tensor) -> list[Tensor]:
+    """A product that the kernel takes, and one that it does not."""
+    return [torch.addmm(bias, a, b), a.double() @ b.double()]
+
+
 def of_every_kind(a: Tensor, b: Tensor, bias: Tensor) -> list[Tensor]:
     """Products that the kernel takes, and others: a result whose columns lie apart, other factors, other dtypes."""
     return [
@@ -173,27 +178,36 @@ SEVENS = """
   return;
 """
 WHICH = """
+import sys
 import torch
 import test_backend as here
 from purestep.compile.cpu import cpp_library
 true, line = cpp_library.source, "  if (heads * m * n == 0) return;"
 assert line in true("gemm.cpp")
 cpp_library.source = lambda name: true(name).replace(line, here.SEVENS)
-tensors = torch.randn(60, 50), torch.randn(50, 70), torch.zeros(70)
-found, expected = here.compiled(here.of_every_kind, *tensors)(), here.of_every_kind(*tensors)
+tensors, function = (torch.randn(60, 50), torch.randn(50, 70), torch.zeros(70)), getattr(here, sys.argv[1])
+found, expected = here.compiled(function, *tensors)(), function(*tensors)
 print([bool((one == 7).all()) for one in found])
 here.close(*zip(*[pair for pair in zip(found, expected) if not (pair[0] == 7).all()]), 1e-2)
 """
 
 
-@pytest.mark.parametrize("switch", ["", "-fast"])
-def test_the_code_of_a_step_calls_the_kernel(switch: str):
+@pytest.mark.parametrize(
+    ("products", "switch", "own"),
+    [
+        pytest.param(of_two_kinds, "", [True, False], id="two kinds"),
+        pytest.param(of_every_kind, "", [True] * 4 + [False] * 5, id="every kind"),
+        pytest.param(of_two_kinds, "-fast", [False, False], id="switched off"),
+    ],
+)
+def test_the_code_of_a_step_calls_the_kernel(products: Callable[..., Any], switch: str, own: list[bool]):
     """A kernel that makes sevens tells which products are its own; those of torch are what they were."""
     paths = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), str(Path(__file__).parent)])
     variables = os.environ | {"PURESTEP_CPU": switch, "PYTHONPATH": paths}
-    done = subprocess.run([sys.executable, "-c", WHICH], env=variables, cwd=ROOT, capture_output=True, text=True)
+    command = [sys.executable, "-c", WHICH, products.__name__]
+    done = subprocess.run(command, env=variables, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == str([switch == ""] * 4 + [False] * 5)
+    assert done.stdout.strip() == str(own)
 
 
 # --- attention --------------------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ def everything() -> dict[str, Any]:
         "statistics": [refreshed(kind, view) for kind in ("sync", "average") for view in ("params", "ema")],
         "rates": swept(),
         "refusals": refusals(),
+        "handed out": handed_out(),
     }
 
 
@@ -250,9 +251,32 @@ def refusals() -> dict[str, str]:
             "a list": lambda: ps.predict(program, state, images, forward=lambda model, x: [model(x)]),
             "other widths": lambda: ps.predict(program, state, images, forward=_as_wide_as_its_rank),
             "a stream": lambda: ps.predict(program, state, DataLoader(fitting.Lines([[0, 1]]), None)),
+            "lbfgs": lambda: ps.distribute(_linear(optim.lbfgs()), mesh),
+            "complex": lambda: ps.distribute(_linear(optim.sgd(0.1), torch.complex64), mesh),
         }
         found = {name: _said(call) for name, call in calls.items()}
     return found | {"without a mesh": _said(lambda: ps.predict(program, state, images))}
+
+
+def _linear(tx: optim.Transform, dtype: torch.dtype = torch.float32) -> ps.Program:
+    return ps.program(nn.Linear(2, 1, dtype=dtype), ps.supervised(nn.MSELoss()), tx)
+
+
+def handed_out() -> list[list[float]]:
+    """The outputs of a step of this process: of five rows, and of one row, which the second process has."""
+
+    def objective(model: Any, rows: torch.Tensor) -> ps.Loss:
+        errors = (model(rows) - 1).square()
+        return ps.Loss(errors.mean(), len(rows), outputs={"rows": rows[:, 0]})
+
+    with ps.parallel.start(timeout=60) as mesh:
+        program = ps.distribute(ps.program(nn.Linear(2, 1).to(DEVICE), objective, optim.sgd(0.1)), mesh)
+        state, found = program.init(), []
+        for count in (5, 1):
+            rows = torch.arange(count, device=DEVICE, dtype=torch.float32)[:, None].expand(count, 2)
+            state, metrics = program.train_step(state, ps.parallel.share(rows, mesh))
+            found.append(metrics["outputs"]["rows"].tolist())
+    return found
 
 
 def _as_wide_as_its_rank(model: Any, inputs: Any) -> Any:

@@ -1,0 +1,44 @@
+"""The pages that are made from docstrings are those that the docstrings make, and name every field."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pages
+import pytest
+
+import purestep as ps
+
+sys.path.insert(0, str(pages.GUIDES))
+import reference
+
+
+def test_the_generated_pages_are_current():
+    """Otherwise: python examples/guides/reference.py."""
+    stale = [path.name for path, text in reference.pages() if path.read_text("utf-8") != text]
+    assert stale == []
+    assert {path.name for path, _ in reference.pages()} >= {"README.md", "events.md", "settings.md"}
+
+
+def test_every_name_has_a_sentence():
+    rows = reference.names_page().splitlines()
+    assert [row for row in rows if row.endswith("| . |")] == []
+
+
+def test_a_changed_docstring_makes_a_page_stale(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ps.fit, "__doc__", "Other words.")
+    changed = dict(reference.pages())[Path(reference.PACKAGE / "README.md")]
+    assert "| `fit` | Other words. |" in changed
+
+
+@pytest.mark.parametrize("name", [one.__name__ for one in ps.events.Event.__args__] + ["Histogram", "Position"])
+def test_the_docstring_of_an_event_has_every_field(name: str):
+    cls = getattr(ps.events, name)
+    declared = getattr(cls, "_fields", None) or tuple(cls.__dataclass_fields__)
+    assert tuple(reference.fields(cls)) == declared
+
+
+@pytest.mark.parametrize("cls", [ps.TrainState, ps.FitResult, ps.Mean, ps.Loss, ps.Program])
+def test_the_docstring_of_a_value_has_every_field(cls: type):
+    assert tuple(reference.fields(cls)) == cls._fields
