@@ -103,7 +103,9 @@ OWN_TESTS = ["lbfgs"]  # an update evaluates the loss: test_lbfgs.py compares it
 
 def test_no_optimizer_is_left_out() -> None:
     forgotten = [name for name in optimizers_left_out(OPTIMIZERS.values()) if name not in OWN_TESTS]
-    assert not forgotten, f"add a row to tests/optimizers.py that calls {forgotten}, and record it as the docstring says"
+    assert not forgotten, (
+        f"add a row to tests/optimizers.py that calls {forgotten}, and record it as the docstring says"
+    )
     others = [make for name, make in OPTIMIZERS.items() if name not in ("soap", "freeze")]
     missing = ["freeze", "scale", "scale_by_soap", "set_to_zero", "soap"]
     assert optimizers_left_out(others) == sorted([*OWN_TESTS, *missing])
