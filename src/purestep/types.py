@@ -394,8 +394,8 @@ class Program(NamedTuple):
 
     train_step: TrainStep  # (state, batch, *context) -> (state, metrics)
     flush: Callable[[Any], tuple[Any, Metrics]] = _no_flush  # (state) -> (state, metrics)
-    eval_step: EvalStep | None = None  # (state, batch, *context, index=0) -> metrics
-    init: Callable[..., Any] | None = None  # (seed=0, device=None) -> state
-    bind: Callable[..., Any] | None = None  # (state, view=None, train=False) -> callable
+    eval_step: Any = None  # Any: a program by hand may have None, and users of ps.program need no check
+    init: Any = None
+    bind: Any = None
     static: Static | None = None
     begin: Callable[[Any], Any] = _same

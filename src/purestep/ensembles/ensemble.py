@@ -115,7 +115,6 @@ def ensemble(program: Program, members: int, *, batches: Literal["shared", "own"
 
     def bind(state: TrainState, view: str | None = None, train: bool = False) -> Callable[..., Any]:
         """Return a callable with the weights of all members; its outputs have a leading dimension for them."""
-        assert base.bind is not None
         bound, plain = base.bind, mapped.plain(state)
         chosen = views.for_evaluation(views.view(plain, "params" if train and view is None else view))
 
