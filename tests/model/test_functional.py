@@ -881,10 +881,9 @@ class TestWhatCannotBeTrained:
         [
             (nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False), "torch.int64.*register_buffer"),
             (nn.Parameter(torch.ones(2, dtype=torch.bool), requires_grad=False), "torch.bool.*register_buffer"),
-            (nn.Parameter(torch.ones(2, dtype=torch.complex64)), "torch.complex64.*cure: .*view_as_complex"),
             (nn.parameter.UninitializedParameter(), r"is lazy and has no shape yet \(cure: run one forward pass"),
         ],
-        ids=["integer", "bool", "complex", "lazy"],
+        ids=["integer", "bool", "lazy"],
     )
     def test_parameters_are_named(self, parameter: nn.Parameter, message: str):
         net = nn.Sequential(nn.Linear(4, 3))
