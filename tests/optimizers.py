@@ -45,7 +45,6 @@ ROWS: dict[str, Make] = {  # for parameters of any names; golden/optimizers.json
     # Of the other side some eigenvalues are zero: their eigenvectors depend on the processor.
     "soap": lambda: optim.soap(0.1, precondition_frequency=1, max_precond_dim=2),
 }
-SUMS = frozenset(("prodigy",))  # a sum over all parameters is in the update: flat buffers add in another order
 
 
 def factories() -> dict[str, Callable[..., Transform]]:

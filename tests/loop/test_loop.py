@@ -20,7 +20,7 @@ import purestep as ps
 from purestep import events, metrics, optim, schedules
 from purestep.errors import ConfigError, DataError, NonFiniteError, StateError, StepContractError
 from purestep.loop import metric_queue
-from purestep.loop.loop_state import LoopState, from_json, to_store, with_row
+from purestep.loop.loop_state import LoopState, from_json, to_json, with_row
 from purestep.loop.metric_queue import MetricQueue, add_to
 from purestep.loop.train_call import ready_program
 from purestep.types import Mean, Program, TrainState
@@ -552,7 +552,7 @@ def test_records_go_through_json() -> None:
         last={"lr": 0.1},
         history=with_row(with_row({}, {"epoch": 1, "a": 1.0}), {"epoch": 2, "b": float("nan")}),
     )
-    stored, history = json.loads(json.dumps([to_store(loop), loop.history], allow_nan=False))
+    stored, history = json.loads(json.dumps([to_json(loop), loop.history], allow_nan=False))
     best = {**stored["best"], "of a later version": 1}
     found = from_json({**stored, "best": best, "of a later version": 1}, history)
     assert repr(found._replace(history=dict(found.history))) == repr(loop)

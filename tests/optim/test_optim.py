@@ -70,7 +70,7 @@ VARIANTS: dict[str, Callable[[], Transform]] = {  # more options of the rows, an
         [("tall|bias", "clip"), ("", "rest")],
     ),
     "value clipping": lambda: optim.chain(
-        optim.clip_by_value(0.5), optim.scale(0.5), optim.sgd(0.1), optim.freeze("gain")
+        optim.clip_by_value(0.5), optim.scale(0.5), optim.sgd(0.1), optim.freeze("bias")
     ),
     "soap": lambda: optim.soap(0.01, weight_decay=0.1, precondition_frequency=2),
     "injected": lambda: optim.inject(optim.adamw)(learning_rate=warm_up, b1=0.8, weight_decay=0.1, mask="tall"),

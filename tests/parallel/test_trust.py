@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 from collections import namedtuple
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,18 +20,22 @@ from purestep.errors import PurestepError, RankError, StateError
 from purestep.parallel import processes
 
 Pair = namedtuple("Pair", "x y")
-VALUES: list[Any] = [
-    *(None, 3, -0.5, "text", [1, (2, {"a": None, 7: True})], [], {}),
-    {"x": torch.arange(6.0).view(2, 3).t(), "flags": torch.tensor([True, False]), "none": torch.ones(0, 2)},
-    Pair(torch.tensor(1.5, dtype=torch.bfloat16), [np.arange(3), np.float32(0.5)]),
-    SimpleNamespace(tokens=torch.tensor([1, 2]), names=["a", "b"]),
-    {"csr": torch.eye(3).to_sparse_csr(), "coo": torch.eye(3).to_sparse()},
-]
+VALUES: dict[str, Callable[[], Any]] = {
+    "plain": lambda: [None, 3, -0.5, "text", [1, (2, {"a": None, 7: True})], [], {}],
+    "tensors": lambda: {
+        "x": torch.arange(6.0).view(2, 3).t(),
+        "flags": torch.tensor([True, False]),
+        "none": torch.ones(0, 2),
+    },
+    "a named tuple": lambda: Pair(torch.tensor(1.5, dtype=torch.bfloat16), [np.arange(3), np.float32(0.5)]),
+    "sparse": lambda: {"csr": torch.eye(3).to_sparse_csr(), "coo": torch.eye(3).to_sparse()},
+}
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
-@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
-def test_a_value_arrives_as_it_was_sent(value: Any):
+@pytest.mark.parametrize("name", VALUES)
+def test_a_value_arrives_as_it_was_sent(name: str):
+    value = VALUES[name]()
     found = processes._read(processes._message(value), 1)
     assert tree.paths(found) == tree.paths(value)
     for left, right in zip(tree.leaves(found), tree.leaves(value), strict=True):
@@ -40,6 +45,11 @@ def test_a_value_arrives_as_it_was_sent(value: Any):
             assert left.layout is not torch.strided or left.stride() == right.stride()
         else:
             assert np.array_equal(left, right)
+
+
+def test_an_object_with_known_attributes_arrives_as_a_namespace():
+    found = processes._read(processes._message(SimpleNamespace(tokens=torch.tensor([1, 2]), names=["a", "b"])), 1)
+    assert (found.tokens.tolist(), found.names) == ([1, 2], ["a", "b"])
 
 
 def test_an_object_is_not_sent():

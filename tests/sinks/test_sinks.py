@@ -422,12 +422,13 @@ def test_a_history_that_could_not_be_written_is_whole_before_and_after(tmp_path:
     sink(epoch_end(1))
     with monkeypatch.context() as patched:
 
-        def full(path: Path, data: bytes) -> int:
-            with path.open("wb") as file:
-                file.write(data[:7])
+        def full(path: Path, mode: str, **options: Any) -> Any:
+            if mode == "xb":
+                return open(path, mode, **options)
+            path.write_bytes(b"[\n  {")
             raise OSError(28, "No space left on device")
 
-        patched.setattr(Path, "write_bytes", full)
+        patched.setattr("purestep.files.atomic.open", full, raising=False)
         with pytest.raises(WriteFailed, match="No space left"):
             sink(epoch_end(2))
     assert [row["epoch"] for row in json.loads(sink.path.read_text())] == [1]
@@ -648,7 +649,6 @@ def test_rows_stay_whole_after_a_failed_write(
     sink(start())
     sink(logged(2))
     sink(logged(3))
-    real = Path.open
 
     class Full:
         def __init__(self, file: Any) -> None:
@@ -667,7 +667,8 @@ def test_rows_stay_whole_after_a_failed_write(
             return self.file.write(data[:5])
 
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "open", lambda path, *args, **kw: Full(real(path, *args, **kw)))
+        full = lambda path, *args, **kw: Full(open(path, *args, **kw))  # noqa: E731, SIM115
+        patched.setattr("purestep.sinks.row_files.open", full, raising=False)
         with pytest.raises(OSError, match="in part"):
             sink(logged(4))
     assert keys(read(tmp_path / "metrics")) == [("step", 2), ("step", 3)]
@@ -764,6 +765,21 @@ def test_tensorboard_shows_every_step_once(tmp_path: Path):
     assert points(tmp_path, "train/steps_per_second") == list(range(1, 9))
     assert points(tmp_path, "train/lr") == points(tmp_path, "train/loss") == list(range(1, 9))
     assert points(tmp_path, "epoch/val_loss") == points(tmp_path, "epoch/train_loss") == [4, 8]
+
+
+@pytest.mark.peer
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's own
+def test_tensorboard_shows_every_step_once_where_a_killed_run_begins_again(tmp_path: Path):
+    """It had no snapshot yet, so the same call of `fit` begins a fresh run."""
+    pytest.importorskip("tensorboard")
+    killed = tensorboard(tmp_path)
+    for event in [start(), *map(logged, range(1, 6)), epoch_end(1)]:
+        killed(event)
+    killed.close()
+    again = tensorboard(tmp_path)
+    for event in [start(), *map(logged, range(1, 4)), fit_end({})]:
+        again(event)
+    assert points(tmp_path, "train/loss") == points(tmp_path, "train/lr") == [1, 2, 3]
 
 
 @pytest.mark.peer

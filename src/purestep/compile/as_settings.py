@@ -48,7 +48,9 @@ def set_batch_sizes(program: Program, met: Mapping[str, Met]) -> None:
 
 def _compiled(program: Program) -> dict[str, CompiledStep | CompiledEval]:
     functions = {"train_step": program.train_step, "eval_step": program.eval_step}
-    steps = {name: getattr(function, "compiled", function) for name, function in functions.items()}
+    steps: dict[str, Any] = {name: getattr(function, "compiled", function) for name, function in functions.items()}
+    if isinstance(steps["eval_step"], CompiledEval) and steps["eval_step"].carrying is not None:
+        steps["eval_step"] = steps["eval_step"].carrying.step
     return {name: step for name, step in steps.items() if isinstance(step, CompiledStep | CompiledEval)}
 
 
@@ -174,6 +176,9 @@ class _Fallback:
             return both(state, *batch, index=index)
 
         vars(eval_step)["compiled"] = compiled
+        carrying = getattr(compiled, "carrying", None)
+        if carrying is not None:
+            vars(eval_step)["carrying"] = carrying._replace(step=self.of(carrying.step, carrying.step.eager))
         return eval_step
 
 

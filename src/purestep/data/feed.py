@@ -117,7 +117,7 @@ class Feed(ABC):
             ConfigError: a number is negative.
         """
         check_count(self.name, least=0, epoch=epoch, start=start)
-        most = self.length if self.exact else self._first
+        most = self.count(epoch) if self.exact else self._first
         if most is not None:
             self._check_start(epoch, start, most)
         return self._named(epoch, start)

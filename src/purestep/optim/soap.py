@@ -313,7 +313,7 @@ def _improved(part: _Part, dims: tuple[int, ...]) -> _Part:
         sizes = (old * (square @ old)).sum(0)
         order = sizes.argsort(descending=True)
         nu, sorted_basis = nu.index_select(dim, order), old.index_select(1, order)
-        found.append(torch.linalg.qr(square @ sorted_basis)[0])
+        found.append(torch.linalg.qr(square @ sorted_basis)[0].contiguous())
     return _Part(tuple(found), nu, part.gram)
 
 
@@ -321,4 +321,4 @@ def _eigenvectors(gram: Tensor) -> Tensor:
     """Columns by falling eigenvalue. Numbers that are not finite would raise; the step refuses such an update."""
     usable = torch.isfinite(gram).all()
     vectors = torch.linalg.eigh(torch.where(usable, gram, _identity_like(gram)))[1]
-    return vectors.flip(1)
+    return vectors.flip(1).contiguous()  # the layout of the basis before it: a graph serves a whole run

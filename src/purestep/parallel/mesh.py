@@ -391,10 +391,12 @@ def _own_store(limit: timedelta) -> Any:
     if os.environ["RANK"] != "0" or is_torchruns or not _is_loopback():
         return None
     host, port, count = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), int(os.environ["WORLD_SIZE"])
+    if not 0 < port < 1 << 16:  # torch's error says so
+        return None
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listening = socket.create_server(address[:2], family=family)
-    except (OSError, OverflowError):  # no port, which torch's error says; or taken, perhaps by this process
+    except OSError:  # the port is taken: by another program, which torch's error says, or by this process
         return None
     store: Any = torch.distributed.TCPStore  # pyright: ignore[reportPrivateImportUsage]  # documented
     return store(host, port, count, True, limit, multi_tenant=True, master_listen_fd=listening.detach())

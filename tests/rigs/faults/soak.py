@@ -81,7 +81,7 @@ def soak(name: str, *, scale: float, shard: int, shards: int, end: float) -> Cou
             shutil.rmtree(folder)
         else:
             failures.append(f"{number}: {failure}")
-            print(f"{name} {number} FAILED in {folder}: {failure}", file=sys.stderr, flush=True)
+            print(f"{name} {number} FAILED in {folder}: {failure[:500]}", file=sys.stderr, flush=True)
     return Count(name, aim, count, failures, time.monotonic() - began)
 
 

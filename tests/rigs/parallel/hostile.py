@@ -168,7 +168,10 @@ def two_runs(folder: str, ports: list[int]) -> dict[str, Any]:
 def listening() -> list[str]:
     """The addresses at which this process accepts connections while a mesh is open, in hexadecimal digits."""
     with ps.parallel.start():
-        own = {os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if name.isdecimal()}
+        own = set[str]()
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(FileNotFoundError):  # that of the list itself
+                own.add(os.readlink(f"/proc/self/fd/{name}"))
         lines = [
             line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()
         ]
