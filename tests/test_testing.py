@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -209,7 +210,7 @@ def test_a_module_in_the_closure_of_an_objective_is_not_written():
     for made, rows in ((objective, x), (supervised, (x, torch.rand(8, 3)))):
         program = ps.program(torch.nn.Linear(4, 3), made, ps.optim.sgd(0.1))
         teacher.train()
-        told = r"teacher/1\.\w+: the objective writes a tensor of a module in its closure.*cure: call \.eval\(\)"
+        told = r"teacher\.1\.\w+: the step writes a tensor that is not in the state.*cure: call \.eval\(\)"
         with pytest.raises(StepContractError, match=told):
             ps.testing.assert_pure(program.train_step, program.init(), rows)
         with pytest.raises(StepContractError, match=told):
@@ -218,11 +219,72 @@ def test_a_module_in_the_closure_of_an_objective_is_not_written():
         ps.testing.assert_pure(program.train_step, program.init(), rows)
 
 
+class Holding:
+    """An objective that holds its teacher."""
+
+    def __init__(self, teacher):
+        self.teacher = teacher
+
+    def __call__(self, model, batch):
+        return ps.Loss((model(batch) - self.teacher(batch)).square().mean(), len(batch))
+
+
+def by_default(teacher):
+    def objective(model, batch, teacher=teacher):
+        return Holding(teacher)(model, batch)
+
+    return objective
+
+
+def in_a_dict(teacher):
+    held = {"teacher": teacher}
+    return lambda model, batch: Holding(held["teacher"])(model, batch)
+
+
+def in_a_list(teacher):
+    held = [None, teacher]
+    return lambda model, batch: Holding(held[1])(model, batch)
+
+
+PLACES = {
+    "an attribute": Holding,
+    "a method": lambda teacher: Holding(teacher).__call__,
+    "a partial": lambda teacher: functools.partial(lambda held, model, batch: Holding(held)(model, batch), teacher),
+    "a default": by_default,
+    "a dict": in_a_dict,
+    "a list": in_a_list,
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_teacher_one_level_deep_is_not_written(place: str):
+    teacher = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3)).requires_grad_(False)
+    program = ps.program(torch.nn.Linear(4, 3), PLACES[place](teacher), ps.optim.sgd(0.1))
+    with pytest.raises(StepContractError, match=r"1\.\w+: the step writes a tensor that is not in the state"):
+        ps.testing.assert_pure(program.train_step, program.init(), torch.rand(8, 4))
+    teacher.eval()
+    ps.testing.assert_pure(program.train_step, program.init(), torch.rand(8, 4))
+
+
+def test_a_tensor_of_the_closure_is_not_written():
+    seen = torch.zeros(())
+
+    def objective(model, batch):
+        seen.add_(1)
+        return ps.Loss(model(batch).square().mean(), len(batch))
+
+    program = ps.program(torch.nn.Linear(4, 3), objective, ps.optim.sgd(0.1))
+    with pytest.raises(
+        StepContractError, match="seen: the step writes a tensor .* in place.*write it between the calls"
+    ):
+        ps.testing.assert_pure(program.train_step, program.init(), torch.rand(8, 4))
+
+
 def test_a_module_in_the_closure_of_a_step_of_ones_own_is_not_written():
     norm = torch.nn.BatchNorm1d(4)
 
     def step(state, batch):
         return state + norm(batch).mean().detach(), {}
 
-    with pytest.raises(StepContractError, match=r"norm/\w+: the objective writes"):
+    with pytest.raises(StepContractError, match=r"norm\.\w+: the step writes"):
         ps.testing.assert_pure(step, torch.zeros(()), torch.rand(8, 4))

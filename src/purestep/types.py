@@ -344,6 +344,23 @@ class Static(NamedTuple):
     module: Any = None  # the weightless module in train mode; not to be changed
     members: int = 0  # of `ensemble`: states are stacked; 0 for a program of one model
     member: Program | None = None  # of `ensemble`: the program of one member
+    carry: Mapping[str, Tensor] = MappingProxyType({})  # carried buffer -> its value at the beginning of an epoch
+
+
+class Carrying(NamedTuple):
+    """The eval_step of a program that carries buffers from batch to batch, as its attribute ``carrying``.
+
+    Args:
+        step: ``(state, carried, batch, *context, index=0) -> (metrics, carried)``.
+        start: the carried buffers at the first batch.
+    """
+
+    step: Callable[..., tuple[Metrics, Params]]
+    start: Mapping[str, Tensor]
+
+
+def _same(state: Any) -> Any:
+    return state
 
 
 def _no_flush(state: Any) -> tuple[Any, Metrics]:
@@ -363,6 +380,8 @@ class Program(NamedTuple):
             weights of a state; ``view`` is "params" or "ema", by default "ema" if the state has an average and
             ``train`` is False.
         static: names, masks and ties, for packing and export.
+        begin: ``(state) -> state``: the state at the beginning of an epoch, with the buffers of ``carry=`` as in the
+            module. `fit` and `run_epoch` call it; call it in a loop of your own.
 
     Example:
         >>> import torch
@@ -375,7 +394,8 @@ class Program(NamedTuple):
 
     train_step: TrainStep  # (state, batch, *context) -> (state, metrics)
     flush: Callable[[Any], tuple[Any, Metrics]] = _no_flush  # (state) -> (state, metrics)
-    eval_step: EvalStep | None = None  # (state, batch, *context, index=0) -> metrics
-    init: Callable[..., Any] | None = None  # (seed=0, device=None) -> state
-    bind: Callable[..., Any] | None = None  # (state, view=None, train=False) -> callable
+    eval_step: Any = None  # Any: a program by hand may have None, and users of ps.program need no check
+    init: Any = None
+    bind: Any = None
     static: Static | None = None
+    begin: Callable[[Any], Any] = _same

@@ -194,7 +194,7 @@ def test_evaluation_follows_as_well():
     assert float(evaluate(state, batch())["loss"]) == pytest.approx(wanted)
 
 
-def test_what_the_step_counts_itself_is_no_change():
+def test_what_the_step_counts_itself_is_said_once_and_no_change(caplog: pytest.LogCaptureFixture):
     calls = 0
     seen: list[int] = []
 
@@ -210,6 +210,8 @@ def test_what_the_step_counts_itself_is_no_change():
     for _ in range(3):
         state, _ = step(state, batch())
     assert step.graphs == 1
+    (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert "calls: the step itself changes this number (0 -> 1), but Python runs once" in record.getMessage()
 
 
 def test_a_value_of_every_call_is_an_error():

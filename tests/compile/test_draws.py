@@ -5,7 +5,7 @@ Inductor itself compiles them: a backend that runs operators one by one hides wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -196,6 +196,8 @@ CALLS: dict[str, Net] = {
     "normal, mean": lambda x: torch.normal(x),
     "normal, deviation": lambda x: torch.normal(0.5, x.abs()),
     "normal, both": lambda x: torch.normal(x, x[0].abs()),
+    "normal, a wide deviation": lambda x: torch.normal(x, x.double().abs()),
+    "normal, a wide mean": lambda x: torch.normal(x.double(), x.abs()),
     "bernoulli": torch.bernoulli,
     "bernoulli, p": lambda x: torch.bernoulli(x, 0.3),
     "bernoulli_": lambda x: torch.empty_like(x).bernoulli_(),
@@ -242,6 +244,59 @@ def _tags(node: Any) -> Any:
 @pytest.mark.parametrize("name", CALLS)
 def test_an_operator_returns_what_it_returns_in_eager_mode(name: str) -> None:
     assert_as_in_eager_mode(CALLS[name])
+
+
+Described = list[tuple[Any, ...]]
+
+
+def drawn_by(way: str, names: Sequence[str] = tuple(CALLS)) -> tuple[Described, list[float]]:
+    """Dtype, shape, strides, device and layout of the result of every operator in a step, and a number for its values.
+    Of an ensemble, of its second member."""
+    described: Described = []
+
+    def objective(model: Any, batch: Tensor) -> ps.Loss:
+        x = model(batch).detach().sigmoid().view(2, 3, 4).permute(2, 0, 1)
+        described.clear()
+        found = dict[str, ps.Mean]()
+        for name in names:
+            value = CALLS[name](x)
+            described.append((name, value.dtype, value.shape, value.stride(), value.device, value.layout))
+            places = torch.arange(1, value.numel() + 1, dtype=torch.float64).reshape(value.shape)
+            digest = (value.double() / (1 + value.double().abs()) * places).sum().float()
+            found[name] = ps.Mean(digest, torch.ones(()))
+        return ps.Loss(model(batch).square().mean(), len(batch), found)
+
+    torch.manual_seed(0)
+    whole, kind, graph = ps.program, way.split()[0], way.endswith("graph")
+    program = whole(nn.Linear(8, 12), objective, ps.optim.sgd(0.0), microbatches=2 if kind == "microbatches" else 1)
+    batch = torch.linspace(-1, 1, 32).view(4, 8) if kind == "microbatches" else torch.linspace(-1, 1, 16).view(2, 8)
+    state: Any = program.init(5)
+    if kind == "ensemble":
+        program = ps.ensemble(program, 2)
+        state = program.init(seeds=[4, 5])
+    program = ps.compile_program(program, backend="eager") if graph else program
+    assert program.eval_step is not None
+    metrics = program.eval_step(state, batch) if kind == "evaluation" else program.train_step(state, batch)[1]
+    totals = [metrics[name].total for name in names]
+    return described, [float(total[1] if kind == "ensemble" else total) for total in totals]
+
+
+@pytest.mark.parametrize("kind", ["step", "microbatches", "evaluation"])
+def test_every_draw_of_a_graph_is_that_of_eager_mode(kind: str) -> None:
+    expected, numbers = drawn_by(kind)
+    found, others = drawn_by(f"{kind} graph")
+    assert found == expected
+    assert others == pytest.approx(numbers, rel=1e-5)
+
+
+@pytest.mark.parametrize("way", ["ensemble", "ensemble graph"])
+def test_every_draw_of_a_member_is_that_of_the_member_alone(way: str) -> None:
+    # A graph of members draws permutations from the generator that all share.
+    names = [name for name in CALLS if way == "ensemble" or "randperm" not in name]
+    expected, numbers = drawn_by("step", names)
+    found, others = drawn_by(way, names)
+    assert [each[:3] + each[4:] for each in found] == [each[:3] + each[4:] for each in expected]
+    assert others == pytest.approx(numbers, rel=1e-5)
 
 
 @pytest.mark.parametrize("fault", ["another dtype", "another order", "no rule"])

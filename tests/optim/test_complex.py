@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import optimizers
 import pytest
 import torch
 from helpers import assert_trees_close
@@ -247,3 +248,10 @@ def test_the_members_of_an_ensemble_are_those_of_single_steps() -> None:
     state, _ = both.train_step(both.init(seeds=[0, 1]), data())
     expected, _ = program.train_step(program.init(), data())
     assert_trees_close(ps.member(state, 1).params, expected.params, rtol=1e-9, atol=1e-12)
+
+
+def test_each_optimizer_is_compared_with_torch_or_refuses() -> None:
+    linear = {"lookahead"}  # mixes the weights of its inner optimizer
+    for name in optimizers.ROWS.keys() - DEFINED.keys() - linear:
+        with pytest.raises(ConfigError, match="complex parameters: w is one"):
+            optimizers.ROWS[name]().init({"w": torch.zeros(4, 3, dtype=torch.complex64)})

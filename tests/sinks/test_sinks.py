@@ -769,6 +769,21 @@ def test_tensorboard_shows_every_step_once(tmp_path: Path):
 
 @pytest.mark.peer
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's own
+def test_tensorboard_shows_every_step_once_where_a_killed_run_begins_again(tmp_path: Path):
+    """It had no snapshot yet, so the same call of `fit` begins a fresh run."""
+    pytest.importorskip("tensorboard")
+    killed = tensorboard(tmp_path)
+    for event in [start(), *map(logged, range(1, 6)), epoch_end(1)]:
+        killed(event)
+    killed.close()
+    again = tensorboard(tmp_path)
+    for event in [start(), *map(logged, range(1, 4)), fit_end({})]:
+        again(event)
+    assert points(tmp_path, "train/loss") == points(tmp_path, "train/lr") == [1, 2, 3]
+
+
+@pytest.mark.peer
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's own
 def test_tensorboard_shows_the_mean_of_a_window_and_that_of_an_epoch_apart(tmp_path: Path):
     pytest.importorskip("tensorboard")
     program = ps.program(torch.nn.Linear(1, 1), ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.01))

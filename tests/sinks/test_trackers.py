@@ -222,6 +222,38 @@ def test_wandb_says_that_a_run_failed_and_leaves_another_run_as_it_is(tmp_path: 
     assert (ids, codes, rows[0]["updates"]) == (["abc"], [1], "2")
 
 
+class WandbServer:
+    """The calls of W&B's client, and what its server knows of a run when it is resumed: the summary."""
+
+    def __init__(self) -> None:
+        self.summaries: dict[str, dict[str, Any]] = {}
+        self.rows: dict[str, list[dict[str, Any]]] = {}
+
+    def init(self, *, id: str, **settings: Any) -> Any:
+        assert settings["resume"] == "allow"
+        rows, summary = self.rows.setdefault(id, []), self.summaries.setdefault(id, {})
+        return SimpleNamespace(
+            id=id, summary=summary, log=rows.append, define_metric=lambda *name, **how: None, finish=lambda **how: None
+        )
+
+
+@pytest.mark.parametrize("resumed", [0, 2], ids=["begins again", "resumed"])
+def test_wandb_has_each_point_once(resumed: int, tmp_path: Path):
+    """A killed run of an id that is given begins again without a snapshot, or goes on from one."""
+    server = WandbServer()
+    killed = ps.sinks.Wandb(server, "mine", {})
+    for event in (start(tmp_path), logged(2), logged(4), row(1), logged(6)):
+        killed(event)
+    again = ps.sinks.Wandb(server, "mine", {})
+    rest = [logged(2)] if not resumed else []
+    first = start(tmp_path, updates=resumed, resumed=bool(resumed))
+    for event in (first, *rest, logged(4), row(1), logged(6), logged(8), row(2), end()):
+        again(event)
+    rows = server.rows["mine"]
+    assert [one["updates"] for one in rows if "train/loss" in one] == [2, 4, 6, 8]
+    assert [one["updates"] for one in rows if "epoch/val_loss" in one] == [4, 8]
+
+
 @pytest.mark.slow
 def test_wandb_has_the_histograms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("wandb", reason="wandb is not installed: pip install 'purestep[wandb]'")

@@ -1567,21 +1567,83 @@ def test_a_sum_of_errors_is_not_divided_into_parts(objective: Any, parts: str):
             function(chosen)
 
 
-def test_parameters_of_others_in_the_loss_are_said_once():
-    head = nn.Linear(3, 3)
+OTHERS = (
+    r"depends on 2 tensors in the objective's closure that require a gradient.*shapes are \[3, 3\], \[3\] \(cure: make"
+)
 
+
+def of_a_head(head: nn.Module) -> Any:
     def objective(model: Any, batch: Any) -> ps.Loss:
         return ps.Loss(nn.functional.cross_entropy(head(model(batch[0])), batch[1]), len(batch[1]))
 
+    return objective
+
+
+def of_loss_weights(weights: list[Tensor]) -> Any:
+    def objective(model: Any, batch: Any) -> ps.Loss:
+        loss = nn.functional.cross_entropy(model(batch[0]) + weights[1], batch[1])
+        return ps.Loss(loss * weights[0].exp().mean(), len(batch[1]))
+
+    return objective
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("how", ["eager", "microbatches", "compiled", "donated"])
+@pytest.mark.parametrize("kind", ["a head", "weights"])
+def test_tensors_of_others_in_the_loss_are_said_once(kind: str, how: str):
+    head, weights = nn.Linear(3, 3), [torch.zeros(3, 3, requires_grad=True), torch.zeros(3, requires_grad=True)]
+    objective = of_a_head(head) if kind == "a head" else of_loss_weights(weights)
+
+    def made() -> tuple[Any, Any]:
+        chosen = program(objective=objective, microbatches=2 if how == "microbatches" else 1)
+        step = chosen.train_step
+        if how in ("compiled", "donated"):
+            step = ps.compile_step(step, backend="aot_eager", donate=how == "donated")
+        return init(chosen), step
+
+    state, step = made()
+    if kind == "weights" and how == "eager":  # a tensor that is no parameter may be one of this call alone
+        state, _ = step(state, vector_batch())
+    with pytest.warns(UserWarning, match=OTHERS):
+        state, _ = step(state, vector_batch())
+    for _ in range(2):
+        state, _ = step(state, vector_batch())  # a second warning would be an error
+    assert not any(leaf.requires_grad for leaf in state.params.values())
+    for other in (*head.parameters(), *weights):
+        other.requires_grad_(False)
+    state, step = made()
+    for _ in range(3):
+        state, _ = step(state, vector_batch())
+
+
+@pytest.mark.parametrize("how", ["func", "ensemble"])
+def test_tensors_of_others_are_refused_under_torch_func(how: str):
+    """Each state would hold the graphs of all steps before."""
+    chosen = program(objective=of_a_head(nn.Linear(3, 3)), engine="func" if how == "func" else "auto")
+    chosen = ps.ensemble(chosen, 2) if how == "ensemble" else chosen
+    with pytest.raises(StepContractError, match=f"^objective: the loss {OTHERS}"):
+        chosen.train_step(init(chosen), vector_batch())
+
+
+def test_tensors_that_the_objective_creates_are_not_those_of_others():
+    """A gradient penalty."""
+
+    def objective(model: Any, batch: Any) -> ps.Loss:
+        x = batch[0].detach().requires_grad_()
+        scores = model(x)
+        (slope,) = torch.autograd.grad(scores.sum(), x, create_graph=True)
+        loss = nn.functional.cross_entropy(scores, batch[1]) + slope.square().mean() + x.mean()
+        return ps.Loss(loss, len(batch[1]))
+
     chosen = program(objective=objective)
-    state = init(chosen)
-    told = r"depends on 2 parameters in the objective's closure .*shapes are \[3, 3\], \[3\] \(cure: make their module"
-    with pytest.warns(UserWarning, match=told):
-        state, _ = chosen.train_step(state, vector_batch())
-    chosen.train_step(state, vector_batch())
-    head.requires_grad_(False)
-    other = program(objective=objective)
-    other.train_step(init(other), vector_batch())
+    state, batch = init(chosen), vector_batch()
+    for _ in range(3):
+        state, _ = chosen.train_step(state, batch)
+    of_batch = (batch[0].requires_grad_(), batch[1])  # it is the batch's own
+    other = program()
+    state = init(other)
+    for _ in range(3):
+        state, _ = other.train_step(state, of_batch)
 
 
 @pytest.mark.compile

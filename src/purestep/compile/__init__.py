@@ -38,6 +38,7 @@ from .api import compile_step as compile_step
 from .as_settings import eager_program as eager_program
 from .as_settings import prepared as prepared
 from .capture import Uncaptured as Uncaptured
+from .captured_values import captured_tensors as captured_tensors
 from .compiled_step import CompiledStep as CompiledStep
 from .eager_donation import DonatedStep as DonatedStep
 from .eager_donation import can_donate as can_donate

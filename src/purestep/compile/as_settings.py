@@ -154,6 +154,9 @@ class _Fallback:
         def eval_step(state: Tree, *batch: Any, index: int = 0) -> Metrics:
             return both(state, *batch, index=index)
 
+        carrying = getattr(compiled, "carrying", None)
+        if carrying is not None:
+            vars(eval_step)["carrying"] = carrying._replace(step=self.of(carrying.step, carrying.step.eager))
         return eval_step
 
 

@@ -67,7 +67,16 @@ class CapturedValues:
         """Ignore the changes that a trace itself has made."""
         before, self._places = self._places, _Places(self._step)
         if before is not None:
-            self._ignored |= _changed(before.values, self._places.values)
+            was, now = before.values, self._places.values
+            changed = _changed(was, now) - self._ignored
+            self._ignored |= changed
+            counted = [name for name in sorted(changed) if _is_count(was.get(name)) and _is_count(now.get(name))]
+            if counted:
+                _log.warning(
+                    "%s: the step itself changes this number (%s -> %s), but Python runs once for a graph, which holds "
+                    "one value of it (cure: %s)",
+                    *(counted[0], was[counted[0]], now[counted[0]], _NUMBER_CURE),
+                )
         self._update(None)
 
     def _update(self, before: _Places | None) -> None:
@@ -94,6 +103,11 @@ class CapturedValues:
             _log.warning("%s %s: a graph holds it, so the step is recompiled (cure: %s)", name, change, cure)
 
 
+def captured_tensors(step: Callable[..., Any]) -> dict[str, Tensor]:
+    """The tensors that a step captures, by name, with the parameters and buffers of modules."""
+    return {name: value for name, value in _Places(step).values.items() if isinstance(value, Tensor)}
+
+
 def _changed(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
     def key(values: dict[str, Any], name: str) -> str:
         return _fingerprint(values.get(name, _NOTHING))
@@ -103,6 +117,10 @@ def _changed(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
 
 def _fingerprint(value: Any) -> str:
     return f"{type(value).__name__} {value!r}" if isinstance(value, _SCALARS) else str(id(value))
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _short(value: Any) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import rng, tree
 from ..state import stacked, views
 from ..torch_ext import draws, tracing
-from ..types import EvalStep, Metrics, TrainState
+from ..types import Carrying, EvalStep, TrainState
 from . import live_state
 from .buffers import key_positions
 from .compiled_step import batch_leaves
@@ -35,16 +35,18 @@ def takes_index(eval_step: EvalStep) -> bool:
 class CompiledEval:
     """A compiled eval_step: ``(state, batch, *context, index=0) -> metrics``; ``eager`` is the original function."""
 
-    def __init__(self, step: Callable[..., Metrics], options: Options) -> None:
+    def __init__(self, step: Callable[..., Any], options: Options) -> None:
         self.eager = step
         self._graphs = Graphs(options, step)
+        carrying: Carrying | None = getattr(step, "carrying", None)
+        self.carrying = None if carrying is None else Carrying(CompiledEval(carrying.step, options), carrying.start)
 
     @property
     def graphs(self) -> int:
         """Graphs compiled so far."""
         return self._graphs.count
 
-    def __call__(self, state: Any, *batch: Any, index: int = 0) -> Metrics:
+    def __call__(self, state: Any, *batch: Any, index: int = 0) -> Any:
         if tracing.in_graph():  # called by a step that is being captured
             return self.eager(state, *batch)
         check_untransformed()

@@ -118,7 +118,7 @@ class Feed(ABC):
         """
         if epoch < 0 or start < 0:
             raise ConfigError(f"epoch={epoch}, start={start}: both must be at least 0", where=self.name)
-        most = self.length if self.exact else self._first
+        most = self.count(epoch) if self.exact else self._first
         if most is not None:
             self._check_start(epoch, start, most)
         return self._named(epoch, start)

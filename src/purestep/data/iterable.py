@@ -22,6 +22,7 @@ from .feed import Feed, fingerprint
 
 _log = logging.getLogger("purestep")
 _REMEMBERED = 8  # stored states: more than any prefetching depth
+_SHOWN = 8  # names in a message
 _END: Any = object()
 
 
@@ -57,6 +58,8 @@ class IterableFeed(Feed):
         name, seed: as in `open_feed`.
         length: as in `Feed`.
         announce: called with the epoch before it starts.
+        second: returns another source and its owners, to compare the first batch of the first epoch; or raises.
+        replay: the caller says that an epoch can be loaded again, whatever attributes it changes.
     """
 
     def __init__(
@@ -68,23 +71,30 @@ class IterableFeed(Feed):
         seed: int,
         length: int | None,
         announce: Callable[[int], None],
+        second: Callable[[], tuple[Callable[[int], Iterator[Batch]], Sequence[Any]]] | None = None,
+        replay: bool = False,
     ) -> None:
         super().__init__(name=name, length=length, facts={"kind": "iterable", "seed": seed})
+        self._second = second
         self._source = source
         self._owners = owners
         self._seed = seed
         self._announce = announce
         self._entered: dict[str, Any] | None = None  # what the first epoch may change, as it was at its start
-        self._is_checked = False
+        self._is_checked = replay
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
         log_dropped(self.name, epoch, start)
         seed, own = mix(self._seed, "order", epoch), random_state.own(*self._owners[:1])
         iterator, found = self._enter(epoch, seed, own), 0
+        other = self._first_of_second(epoch, seed)
         try:
             for number, batch in enumerate(scoped(iterator, seed, own=own)):
                 if not number and not self.repeats:
-                    self._check_begun(epoch, fingerprint(batch))
+                    begun = fingerprint(batch)
+                    self._check_begun(epoch, begun)
+                    if other not in (None, begun):
+                        _warn_of_starts(self.name)
                 if number >= start:
                     yield batch
                 found = number + 1
@@ -94,10 +104,30 @@ class IterableFeed(Feed):
             if callable(close):
                 close()
 
+    def _first_of_second(self, epoch: int, seed: int) -> int | None:
+        """A hash of the first batch of a second start of the first epoch. None if there is none, or in a resumed run,
+        which has that of the interrupted one."""
+        second, self._second = self._second, None
+        if second is None or self.repeats or self._expected is not None:
+            return None
+        try:
+            source, owners = second()
+            own = random_state.own(*owners)
+            with random_state.scoped(seed, own):
+                iterator = source(epoch)
+            batches = scoped(iterator, seed, own=own)
+            try:
+                return fingerprint(next(batches))
+            finally:
+                cast(Any, iterator).close()
+        except Exception:  # raised again, with the place, if the run raises it
+            return None
+
     def _enter(self, epoch: int, seed: int, own: Mapping[str, Any]) -> Iterator[Batch]:
         """Start an epoch. Warn before the second one if the first one has changed the loader."""
         before = self._changing()
-        self._announce(epoch)
+        with random_state.scoped(mix(seed, "epoch")):
+            self._announce(epoch)
         announced = self._changing()
         with random_state.scoped(seed, own):
             iterator = self._source(epoch)
@@ -118,7 +148,7 @@ class IterableFeed(Feed):
                 "%s: an epoch changes %s, which a snapshot does not store: if the next epoch depends on it, a resumed "
                 "run will not load the same batches (cure: define state_dict() and load_state_dict(); or restart in "
                 "__iter__, and keep no state from epoch to epoch but the number that set_epoch gives)",
-                *(self.name, ", ".join(changed)),
+                *(self.name, ", ".join(changed[:_SHOWN]) + (", ..." if len(changed) > _SHOWN else "")),
             )
         return iterator
 
@@ -134,6 +164,15 @@ class IterableFeed(Feed):
 
     def _nothing(self, epoch: int) -> DataError:
         return super()._nothing(epoch) if self._begun is None else _used_up(self.name, epoch)
+
+
+def _warn_of_starts(name: str) -> None:
+    _log.warning(
+        "%s: two starts of one epoch under one seed gave two first batches, so a resumed run will not load the same "
+        "ones: the stream seeds a generator from the clock, or keeps its place (cure: draw from torch's, numpy's or "
+        "Python's global generator, or seed by set_epoch(epoch); webdataset: .shuffle(n, rng=random), the module)",
+        name,
+    )
 
 
 def _summary(value: Any) -> Any:
@@ -264,6 +303,7 @@ class StatefulFeed(Feed):
         self._read_ahead: list[Any] = []  # its next batch, error or end, which `to_store` has read
         self._yielded = (-1, -1)  # the epoch and the number of batches yielded from it
         self._initial: Any = None  # the state at the start of every pass, if `repeats`
+        self._next: int | None = None  # a hash of the batch with which the interrupted run went on
 
     def to_store(self, epoch: int, consumed: int) -> dict[str, Any]:
         """As `Feed.to_store`, with the loader's state. Reads one batch ahead, because a state need not show whether the
@@ -283,12 +323,18 @@ class StatefulFeed(Feed):
                 f"the state after batch {consumed} of epoch {epoch + 1} is no longer stored", where=self.name
             )
         found = {**super().to_store(epoch, consumed), "state": state_json.encode(place.state, where=self.name)}
+        ahead = self._read_ahead[0] if self._yielded == (epoch, consumed) else _END
+        if ahead is not _END and not isinstance(ahead, Exception):
+            found["next"] = fingerprint(ahead)
+        elif self._next is not None:  # no batch has been loaded since the restore
+            found["next"] = self._next
         return found | {"ended": place.ended, "left": place.left}
 
     def restore(self, stored: Mapping[str, Any]) -> None:
         super().restore(stored)
         self._places.clear()
         self._restored = _Place(state_json.decode(stored["state"]), stored["ended"], stored["left"])
+        self._next = stored.get("next")
 
     def stopped_early(self, epoch: int, consumed: int) -> None:
         place = self._places.get((epoch, consumed), self._restored)
@@ -331,17 +377,31 @@ class StatefulFeed(Feed):
             with random_state.scoped(seed):
                 iterator = self._source(epoch)
             for number, batch in enumerate(scoped(iterator, seed, start), start + 1):
+                self._check_next(batch)
                 self._keep(epoch, number)
                 yield batch
             if number > start:
                 break
+        self._check_next(None)
         if (epoch, number) in self._places:
             self._places[epoch, number] = self._places[epoch, number]._replace(ended=True)
         self._keep(epoch + 1, 0)
 
+    def _check_next(self, batch: Batch) -> None:
+        """Warn if a resumed run goes on with another batch than the interrupted one did, or with none."""
+        expected, self._next = self._next, None
+        if expected is not None and fingerprint(batch) != expected:
+            _log.warning(
+                "%s: after load_state_dict the loader goes on with another batch than in the interrupted run, so rows "
+                "are lost or come twice: its state is not its whole place, as with a shuffle buffer (cure: pass "
+                "ps.open_feed(loader, replay=True), which loads the batches of the epoch again and drops them)",
+                self.name,
+            )
+
     def _load(self, epoch: int, start: int) -> _Place | None:
         """Load the state to start from. None: the loader goes on as it is."""
-        self._announce(epoch)
+        with random_state.scoped(mix(self._seed, "order", epoch)):
+            self._announce(epoch)
         if self.repeats:
             if self._initial is None:
                 # torchdata's loader starts to load when state_dict is called.

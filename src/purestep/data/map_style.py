@@ -80,11 +80,16 @@ class Batches(Dataset[Loaded]):
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self.__dict__["_dataset"], name, value)
 
+    def begin(self, epoch: int, seed: int) -> None:
+        """Call ``set_epoch`` of the dataset, once for each epoch in each process, under the seed of the epoch."""
+        if epoch != self.__dict__["_epoch"]:
+            self.__dict__["_epoch"] = epoch
+            if _has_epochs(self._dataset):
+                with random_state.scoped(mix(seed, "epoch")):
+                    self._dataset.set_epoch(epoch)
+
     def __getitem__(self, index: Ticket) -> Loaded:
-        if index.epoch != self.__dict__["_epoch"]:
-            self.__dict__["_epoch"] = index.epoch
-            if callable(getattr(self._dataset, "set_epoch", None)):
-                self._dataset.set_epoch(index.epoch)
+        self.begin(index.epoch, index.seed)  # a worker that lives on has the epoch before
         tensors = self._tensors()
         if tensors is not None:
             return Loaded(_gather(self._dataset, tensors, index.indices), inexact="")
@@ -145,6 +150,10 @@ class Batches(Dataset[Loaded]):
             return None
         plain = all(type(found) is Tensor and found.layout is torch.strided for found in dataset.tensors)
         return dataset.tensors if plain else None
+
+
+def _has_epochs(dataset: Any) -> bool:
+    return callable(getattr(dataset, "set_epoch", None))
 
 
 def _owner(collate: Any) -> Any:
@@ -212,10 +221,12 @@ class IndexedFeed(Feed):
         self._batch_size: Any = getattr(loader.batch_sampler, "batch_size", loader.batch_size)
         self._drop_last = getattr(loader.batch_sampler, "drop_last", loader.drop_last)
         ready = self._is_ready()
+        batches = Batches(loader.dataset, loader.collate_fn, batched=is_batched)
+        self._loaded = batches
+        self._begin(0)  # the facts are those of the first epoch, also if the dataset has served another run
         super().__init__(name=name, length=length_of(loader), facts=self._facts(), exact=ready)
         self.is_divided = self._mesh is not None
         self._tickets = _Tickets()
-        batches = Batches(loader.dataset, loader.collate_fn, batched=is_batched)
         how: dict[str, Any] = {"batch_size": None, "sampler": self._tickets, "collate_fn": _same_batch}
         self._engine = Engine(batches, like=loader, timeout=timeout, **how)
         self._recent: OrderedDict[tuple[int, int], Any] = OrderedDict()
@@ -244,6 +255,17 @@ class IndexedFeed(Feed):
         how: dict[str, Any] = {"name": self.name, "seed": self._seed, "timeout": self._timeout, "mesh": self._mesh}
         return IndexedFeed(self._source, shuffle=False, **how)
 
+    def _begin(self, epoch: int) -> None:
+        """Call ``set_epoch`` of the dataset, on which its length and so the order may depend."""
+        self._loaded.begin(epoch, mix(self._seed, "items", epoch))
+
+    def count(self, epoch: int) -> int | None:
+        if not self.exact or not _has_epochs(self._source.dataset):
+            return super().count(epoch)
+        self._begin(epoch)
+        found = length_of(self._source)
+        return found if found is None or self._first is None else min(found, self._first)
+
     def indices(self, epoch: int, batch: int) -> list[Any] | None:
         found = self._recent.get((epoch, batch))
         return found if found is None or isinstance(found, list) else [found]
@@ -255,6 +277,7 @@ class IndexedFeed(Feed):
         self._engine.close()
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
+        self._begin(epoch)
         counts: deque[bool] = deque()  # of the batches that are loaded: False for a row that stands in
         self._tickets.source = self._order(epoch, start, counts)
         loaded = self._engine.run(mix(self._seed, "workers", epoch))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from ..errors import DataError, RankError
 from ..parallel import Mesh, loaders
 from ..rng import mix
 from ..types import Batch
+from . import random_state
 from .feed import Feed
 from .iterable import IterableFeed, IteratorFeed, SequenceFeed, StatefulFeed
 from .map_style import IndexedFeed, length_of
@@ -30,6 +32,7 @@ def open_feed(
     repeats: bool = False,
     first: int | float | None = None,
     mesh: Mesh | None = None,
+    replay: bool = False,
 ) -> Feed:
     """Build the `Feed` of a loader: its order depends on (seed, epoch), its position is (epoch, batches consumed).
 
@@ -51,13 +54,14 @@ def open_feed(
     global generators do not change. A loader with ``state_dict`` seeds its workers itself.
 
     An epoch ends when the loader ends; ``len(loader)`` is only displayed. ``set_epoch`` of the loader, its samplers and
-    its dataset is called before each epoch. Workers of an IterableDataset end with their epoch, whatever
-    ``persistent_workers`` says.
+    its dataset is called before the order of each epoch is drawn. Workers of an IterableDataset end with their epoch,
+    whatever ``persistent_workers`` says.
 
     A loader whose batches depend on more than seed and epoch, without ``state_dict``, trains, but a resumed run loads
-    other batches. The feed warns at the start if two draws under one seed differ: the order of a sampler, an item, or a
-    collated batch. It warns before the second epoch if the first one has changed numbers or lists in attributes of an
-    iterable, and in a resumed run if an epoch begins with another batch than before.
+    other batches. The feed warns at the start if two draws under one seed differ: the order of a sampler, an item, a
+    collated batch, or the first batch of a stream (an IterableDataset, which begins twice). It warns before the second
+    epoch if the first one has changed numbers or lists in attributes of an iterable, and in a resumed run if an epoch
+    begins with another batch than before, or a loader with ``state_dict`` goes on with another one.
 
     Args:
         loader: a loader as in the table.
@@ -69,6 +73,9 @@ def open_feed(
             one batch). None: all.
         mesh: of several processes, each of which calls this function: the batches are this process's shares. None: one
             process.
+        replay: enter an epoch by loading and dropping also if the loader or its dataset has ``state_dict``. For one
+            whose state is not its whole place: the streams of Hugging Face lose the rows of their shuffle buffer. Pass
+            the feed to `fit` in place of the loader.
 
     Raises:
         DataError: the object is no loader, or the loader is empty.
@@ -90,7 +97,7 @@ def open_feed(
         feed = loader
     else:
         cut = mesh if division is None else None
-        feed = _opened(loader, name=name, seed=seed, timeout=timeout, mesh=cut)
+        feed = _opened(loader, name=name, seed=seed, timeout=timeout, mesh=cut, replay=replay)
         feed.repeats = repeats
         if feed.length == 0 and feed.exact:
             raise DataError(
@@ -122,24 +129,27 @@ def _divided(feed: Feed, division: loaders.Sharded | None, mesh: Mesh) -> Feed:
     )
 
 
-def _opened(loader: Any, *, name: str, seed: int, timeout: float, mesh: Mesh | None = None) -> Feed:
+def _opened(
+    loader: Any, *, name: str, seed: int, timeout: float, mesh: Mesh | None = None, replay: bool = False
+) -> Feed:
     if isinstance(loader, (str, bytes, Mapping, Tensor, nn.Module)) or not _iterable(loader):
         raise _no_loader(loader, name)
     if isinstance(loader, DataLoader) and _by_indices(loader):
         return IndexedFeed(loader, name=name, seed=seed, timeout=timeout, mesh=mesh)
-    if _stateful(loader):
+    if _stateful(loader) and not replay:
         return StatefulFeed(_iterate(loader), loader, **_described(loader, name, seed))
     if isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__:
-        source = _streamed(loader, seed, timeout)
-        if _stateful(loader.dataset) and loader.num_workers == 0:
+        source = _streamed(loader.dataset, loader, seed, timeout)
+        if _stateful(loader.dataset) and loader.num_workers == 0 and not replay:
             return StatefulFeed(source, loader.dataset, **_described(loader, name, seed))
         owners = () if loader.num_workers else (loader.dataset, loader.collate_fn)  # workers end with their epoch
-        return IterableFeed(source, owners, **_described(loader, name, seed))
+        second = functools.partial(_second, loader, seed, timeout)
+        return IterableFeed(source, owners, second=second, replay=replay, **_described(loader, name, seed))
     if isinstance(loader, Sequence):
         return SequenceFeed(cast(Sequence[Batch], loader), name=name)
     if isinstance(loader, Iterator) and not _restarts(loader):
         return IteratorFeed(cast("Iterator[Batch]", loader), name=name, seed=seed)
-    return IterableFeed(_iterate(loader), (loader,), **_described(loader, name, seed))
+    return IterableFeed(_iterate(loader), (loader,), replay=replay, **_described(loader, name, seed))
 
 
 def _restarts(iterator: Any) -> bool:
@@ -189,11 +199,22 @@ def _iterate(loader: Iterable[Batch]) -> Callable[[int], Iterator[Batch]]:
     return lambda epoch: iter(loader)
 
 
-def _streamed(loader: DataLoader[Any], seed: int, timeout: float) -> Callable[[int], Iterator[Batch]]:
+def _streamed(dataset: Any, loader: DataLoader[Any], seed: int, timeout: float) -> Callable[[int], Iterator[Batch]]:
     how = {"batch_size": loader.batch_size, "drop_last": loader.drop_last, "collate_fn": loader.collate_fn}
     # Another run cannot restore the position of a stream in a persistent worker.
-    engine = Engine(loader.dataset, like=loader, timeout=timeout, persistent=False, **how)
+    engine = Engine(dataset, like=loader, timeout=timeout, persistent=False, **how)
     return lambda epoch: engine.run(mix(seed, "workers", epoch))
+
+
+def _second(loader: DataLoader[Any], seed: int, timeout: float) -> tuple[Callable[[int], Iterator[Batch]], list[Any]]:
+    """A second start of a stream that leaves the stream as it is, and the objects whose generators are seeded: workers
+    have copies of their own.
+
+    Raises:
+        Exception: the dataset cannot be copied.
+    """
+    dataset = loader.dataset if loader.num_workers else random_state.copied(loader.dataset)
+    return _streamed(dataset, loader, seed, timeout), [] if loader.num_workers else [dataset]
 
 
 def _no_loader(loader: Any, name: str) -> DataError:

@@ -33,6 +33,10 @@ class RowsFeed(Feed):
         self._mesh = mesh
         self._checks_end = checks_end
 
+    def count(self, epoch: int) -> int | None:
+        found = self._feed.count(epoch)
+        return found if found is None or self._first is None else min(found, self._first)
+
     def _ordered(self) -> Feed:
         ordered = self._feed.in_order()
         return self if ordered is self._feed else RowsFeed(ordered, self._mesh, checks_end=self._checks_end)

@@ -7,7 +7,6 @@ Version counters of tensors miss writes through ``.data`` and numpy, so the cont
 from __future__ import annotations
 
 import gc
-import inspect
 import sys
 import weakref
 from collections.abc import Callable
@@ -15,12 +14,11 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .. import tree
 from ..errors import StepContractError
-from ..step import static_of
 from ..torch_ext import global_rng, hidden, host_generators, tensor_layout
 from ..types import Metrics, Tree
 
@@ -66,37 +64,15 @@ class Unchanged:
                 if how:
                     if name == "closure":
                         raise Impure(
-                            f"the objective writes a tensor of a module in its closure{how}",
+                            f"the step writes a tensor that is not in the state{how}, as BatchNorm does in train mode",
                             where=path,
-                            hint="call .eval() on this module, or make it a part of the model",
+                            hint="call .eval() on the module that holds it, make it a part of the model, or write it "
+                            "between the calls",
                         )
                     where, hint = _join(name, path), "write x + 1, not x.add_(1)"
                     if where.startswith(("state/params/", "state/frozen/")):
                         hint += "; use torch.nn.utils.parametrize for weights that a forward pass computes"
                     raise Impure(f"the step writes its arguments{how}", where=where, hint=hint)
-
-
-def closure_of(step: Callable[..., Any]) -> dict[str, Tree]:
-    """The tensors of the modules that the objective of a step, or a step of the user's own, reads from its closure or
-    globals, one level deep."""
-    static = static_of(step)
-    function: Any = step if static is None or static.made.parts is None else static.made.parts.objective
-    found = _modules_of(function)
-    if getattr(function, "__module__", "").startswith("purestep."):  # `supervised`, which calls the user's functions
-        for inner in _closure(function).values():
-            found |= _modules_of(inner)
-    return {name: dict(module.named_buffers()) | dict(module.named_parameters()) for name, module in found.items()}
-
-
-def _closure(function: Any) -> dict[str, Any]:
-    if not inspect.isfunction(function):
-        return {}
-    found = inspect.getclosurevars(function)
-    return {**found.globals, **found.nonlocals}
-
-
-def _modules_of(function: Any) -> dict[str, nn.Module]:
-    return {name: value for name, value in _closure(function).items() if isinstance(value, nn.Module)}
 
 
 def _leaves(part: Tree, *, content: bool) -> dict[str, _Leaf]:
@@ -339,7 +315,7 @@ def observe(
 
     Args:
         call: calls the step.
-        parts: the arguments of the step: "state", and others by any name.
+        parts: the arguments of the step: "state", and others by any name; "closure" has the tensors that it captures.
         again: the second call; by default ``call``.
         leaks: also check for tensors that stay alive, with a third call.
 
@@ -352,7 +328,9 @@ def observe(
 
 
 def _observed(call: Callable[[], Pair], parts: dict[str, Tree], again: Callable[[], Pair], *, leaks: bool) -> Pair:
-    watched, kind, drawn = Unchanged(**parts), Kind(parts["state"]), _generators()
+    captured = Unchanged(closure=parts.get("closure", {}))
+    watched = Unchanged(**{name: part for name, part in parts.items() if name != "closure"})
+    kind, drawn = Kind(parts["state"]), _generators()
     first = call()
     watched.check()
     _check_generators(drawn)
@@ -363,6 +341,7 @@ def _observed(call: Callable[[], Pair], parts: dict[str, Tree], again: Callable[
     second = again()
     watched.check(content=False)
     _check_not_reused(returned)
+    captured.check()
     check_repeated(first, second)
     del second
     if leaks:

@@ -115,7 +115,6 @@ def ensemble(program: Program, members: int, *, batches: Literal["shared", "own"
 
     def bind(state: TrainState, view: str | None = None, train: bool = False) -> Callable[..., Any]:
         """Return a callable with the weights of all members; its outputs have a leading dimension for them."""
-        assert base.bind is not None
         bound, plain = base.bind, mapped.plain(state)
         chosen = views.for_evaluation(views.view(plain, "params" if train and view is None else view))
 
@@ -185,6 +184,9 @@ def _checked(program: Any, members: Any, batches: Any) -> Program:
         )
     if program.static.stream:
         raise ConfigError("the program is distributed", where="ensemble", hint="pass the program of ps.program")
+    if program.static.carry:
+        hint = "train one model, or a model whose forward takes and returns the hidden state"
+        raise ConfigError("the program carries buffers from batch to batch", where="ensemble", hint=hint)
     if program.static.members:
         raise ConfigError("the program is an ensemble", where="ensemble", hint="pass the program of one member")
     check_count("ensemble", least=1, cure="members=8", members=members)

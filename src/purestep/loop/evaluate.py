@@ -14,8 +14,8 @@ from ..compile import takes_index
 from ..errors import ConfigError, StepContractError
 from ..metrics import Gathered, handed_out
 from ..state import vector_name, views
-from ..step import counting
-from ..types import EvalStep, Mean, Metrics, TrainStep, Tree
+from ..step import begun, counting, static_of
+from ..types import Carrying, EvalStep, Mean, Metrics, Params, TrainStep, Tree
 from . import metric_queue, ranks
 from .metric_queue import MetricQueue
 from .nonfinite_steps import before_halt, halt_error
@@ -57,7 +57,9 @@ def run_epoch(
     mesh = ranks.mesh_of(state, where="run_epoch")
     ranks.check_loader(loader, where="train")
     feed = data.open_feed(loader, name="train", seed=seed, mesh=mesh)
-    queue, total, step = MetricQueue(), metric_queue.Totals(), counting(step)
+    queue, total = MetricQueue(), metric_queue.Totals()
+    state = state if start else begun(static_of(getattr(step, "eager", step)), state)
+    step = counting(step)
     try:
         for batch in data.prefetch(feed.epoch(epoch, start), data.device_of(state), name="train"):
             state, metrics = check_pair(step(state, batch))
@@ -136,9 +138,16 @@ def eval_means(
     """Do the work of `evaluate` for batches that are on the device already."""
     queue, total, outputs = MetricQueue(), metric_queue.Totals(), ranks.Outputs()
     indexed = takes_index(eval_step)
+    carrying: Carrying | None = getattr(eval_step, "carrying", None)
+    carried: Params = {}
+    if carrying is not None:
+        carried = {name: value.to(state.buffers[name]) for name, value in carrying.start.items()}
     for index, batch in enumerate(batches):
         try:
-            result = eval_step(state, batch, index=index) if indexed else eval_step(state, batch)
+            if carrying is not None:
+                result, carried = carrying.step(state, carried, batch, index=index)
+            else:
+                result = eval_step(state, batch, index=index) if indexed else eval_step(state, batch)
         except Exception as error:
             error.add_note(f"in eval_step, {name}, batch {index + 1}")
             raise

@@ -236,6 +236,8 @@ class _Run:
     @contextmanager
     def _open_epoch(self) -> Generator[data.Prefetched]:
         """Open the batches of the epoch of `LoopState` that are left."""
+        if not self.loop.batch:
+            self.state = self.program.begin(self.state)
         loaded = self.feeds.train.epoch(self.loop.epoch, self.loop.batch)
         device, waited = data.device_of(self.state), self.accounting.waited
         moved = data.prefetch(self.decisions.training(loaded), device, name="train", waited=waited)

@@ -390,6 +390,23 @@ def _persistent(module: nn.Module, objective: nn.Module | None) -> frozenset[str
     return frozenset(found)
 
 
+def matching_buffers(module: nn.Module, objective: nn.Module | None, patterns: Iterable[str]) -> Params:
+    """Copies of the buffers whose names match a pattern.
+
+    Raises:
+        ConfigError: a pattern matches none.
+    """
+    _, _, buffers = tensors(module, objective)
+    found: Params = {}
+    for pattern in (patterns,) if isinstance(patterns, str) else patterns:
+        matched = fnmatch.filter(buffers, pattern)
+        if not matched:
+            hint = nearest_names(pattern, list(buffers)) if buffers else f"self.register_buffer({pattern!r}, ...)"
+            raise ConfigError(f"{pattern!r} matches no buffer", where="carry", hint=hint)
+        found |= {name: buffers[name].clone() for name in matched}
+    return found
+
+
 def _keep_eval(module: nn.Module, patterns: Iterable[str]) -> None:
     known = [name for name, _ in module.named_modules() if name]
     for pattern in (patterns,) if isinstance(patterns, str) else patterns:

@@ -3,7 +3,9 @@ in no Python attribute."""
 
 from __future__ import annotations
 
-from typing import Any
+import types
+from collections.abc import Iterator
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -110,8 +112,9 @@ def check_none_buffers(places: dict[str, tuple[nn.Module, str]]) -> None:
 
 
 class Numbers:
-    """Watches the Python numbers among the attributes of a module in its first forward passes. A number that two of
-    them change is a counter: no state holds it, and a graph would hold one value of it.
+    """Watches the Python numbers among the attributes of a module, and one level below (an item of a dict or list, an
+    attribute of an object or class), in its first forward passes. A number that two of them change is a counter: no
+    state holds it, and a graph would hold one value of it.
 
     Args:
         module: weightless; its attributes stay from call to call.
@@ -133,8 +136,7 @@ class Numbers:
         return {
             f"{path}.{name}" if path else name: value
             for path, part in self._module.named_modules()
-            for name, value in vars(part).items()
-            if type(value) in (int, float)
+            for name, value in _numbers_of(part)
         }
 
     def check(self, before: dict[str, float] | None) -> None:
@@ -146,7 +148,7 @@ class Numbers:
         after = self._numbers()
         changed = {path for path, value in before.items() if path in after and after[path] != value}
         for path in changed if tracing.in_graph() else changed & self._changed:
-            name = path.rpartition(".")[2]
+            name = "".join(char for char in path.rpartition(".")[2] if char.isalnum() or char == "_")
             self._calls = 2  # the next call starts over
             raise StepContractError(
                 f"the forward pass changes this Python number ({before[path]} -> {after[path]}), which no state holds",
@@ -155,6 +157,38 @@ class Numbers:
                 f"self.{name} = self.{name} + 1; or read a schedule, ps.program(..., values={{{name!r}: schedule}})",
             )
         self._changed |= changed
+
+
+_MAX_ITEMS = 64  # of a dict or list; a longer one is data
+
+
+def _numbers_of(part: nn.Module) -> Iterator[tuple[str, float]]:
+    for name, value in vars(part).items():
+        if _is_number(value):
+            yield name, value
+        elif name not in _TORCHS:
+            yield from ((name + inner, number) for inner, number in _below(value) if _is_number(number))
+    for kind in type(part).__mro__:
+        if not kind.__module__.startswith("torch."):
+            held = vars(kind).items()
+            yield from ((f"{kind.__name__}.{name}", value) for name, value in held if _is_number(value))
+
+
+def _below(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict | list):
+        held = cast(Any, value)
+        keys = () if len(held) > _MAX_ITEMS else list(held) if isinstance(value, dict) else range(len(held))
+        yield from ((f"[{key!r}]", held[key]) for key in keys)
+    elif hasattr(value, "__dict__") and not isinstance(value, type | types.ModuleType | nn.Module | Tensor | Numbers):
+        yield from ((f".{name}", number) for name, number in vars(value).items())
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+_TORCHS = frozenset(vars(nn.Module()))
+"""Attributes of every module."""
 
 
 def _written(name: str, how: str) -> StepContractError:

@@ -27,8 +27,9 @@ unused_parameters parameters without a gradient
 complex_params    complex parameters
 fused             torch's fused kernels, for eager steps
 from_torch        any optimizer of torch as a transform
-sgd  adam  lamb  lbfgs  lion  rmsprop  adagrad  adadelta  adafactor  muon  soap  ademamix  prodigy  schedule_free
-lookahead         an algorithm each
+sgd  adam  nadam  radam  adamax  lamb  lbfgs  lion  rmsprop  adagrad  adadelta
+adafactor  muon  soap  ademamix  prodigy  schedule_free  lookahead
+                  an algorithm each
 """
 
 from __future__ import annotations
@@ -44,14 +45,10 @@ from .adagrad import adagrad as adagrad
 from .adagrad import scale_by_inverse_time as scale_by_inverse_time
 from .adagrad import scale_by_rss as scale_by_rss
 from .adam import adam as adam
-from .adam import adamax as adamax
 from .adam import adamw as adamw
-from .adam import nadam as nadam
-from .adam import radam as radam
 from .adam import scale_by_adam as scale_by_adam
-from .adam import scale_by_adamax as scale_by_adamax
-from .adam import scale_by_nadam as scale_by_nadam
-from .adam import scale_by_radam as scale_by_radam
+from .adamax import adamax as adamax
+from .adamax import scale_by_adamax as scale_by_adamax
 from .ademamix import ademamix as ademamix
 from .ademamix import scale_by_ademamix as scale_by_ademamix
 from .base import Transform as Transform
@@ -77,7 +74,11 @@ from .muon import muon as muon
 from .muon import muon_labels as muon_labels
 from .muon import scale_by_muon as scale_by_muon
 from .muon import scale_by_shape as scale_by_shape
+from .nadam import nadam as nadam
+from .nadam import scale_by_nadam as scale_by_nadam
 from .prodigy import prodigy as prodigy
+from .radam import radam as radam
+from .radam import scale_by_radam as scale_by_radam
 from .rmsprop import rmsprop as rmsprop
 from .rmsprop import scale_by_rms as scale_by_rms
 from .scale import add_decayed_weights as add_decayed_weights

@@ -94,6 +94,9 @@ def distribute(
     if static.members:
         hint = "distribute the program of one model, or train the ensemble on one device"
         raise RankError("the program is an ensemble", where=_WHERE, hint=hint)
+    if static.carry and mesh.size > 1:
+        hint = "train in one process, or a model whose forward takes and returns the hidden state"
+        raise RankError("the program carries buffers from batch to batch", where=_WHERE, hint=hint)
     if static.stream:
         raise RankError("the program is distributed already", where=_WHERE, hint="pass the program of ps.program")
     is_cut = _chosen(params, static.trained)

@@ -136,13 +136,16 @@ _REASONS = {
 
 def _moment(info: RunInfo) -> datetime:
     """The time of the last entry."""
-    return datetime.fromisoformat(info.ended or info.started)
+    return datetime.fromisoformat(info.ended or info.started).astimezone()
 
 
 def when(moment: str | float) -> str:
     """A time as ``2026-01-31 12:30``, in this machine's time zone, from ISO 8601 or seconds."""
-    at = datetime.fromisoformat(moment) if isinstance(moment, str) else datetime.fromtimestamp(moment)
-    return at.astimezone().strftime("%Y-%m-%d %H:%M")
+    try:
+        at = datetime.fromisoformat(moment) if isinstance(moment, str) else datetime.fromtimestamp(moment)
+        return at.astimezone().strftime("%Y-%m-%d %H:%M")
+    except (ValueError, OverflowError, OSError):  # a file's time may be set to any number
+        return "at an unknown time"
 
 
 def age(seconds: float) -> str:
@@ -259,8 +262,11 @@ def _best_step(found: list[StoredStep], monitor: tuple[str, str] | None) -> int 
 
 def finite(value: Any) -> float | None:
     """The number as a float; None for everything else."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    return float(value) if is_number else None
+    try:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        return float(value) if is_number else None
+    except OverflowError:  # an int of more than 300 digits
+        return None
 
 
 def _size(directory: Path) -> int:

@@ -26,8 +26,8 @@ class TensorBoard:
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, FitStart):
-            # TensorBoard ignores the points that an interrupted run wrote after its last snapshot.
-            self._open(event.updates + 1 if event.resumed else None)
+            # TensorBoard ignores the points that a killed run wrote after its last snapshot, or without one.
+            self._open(event.updates + 1 if event.resumed else 0)
         elif isinstance(event, (Logged, EpochEnd)):
             for tag, value in points(event).items():
                 if self._is_new(tag, event.updates):
@@ -39,7 +39,7 @@ class TensorBoard:
         elif isinstance(event, FitEnd):
             self.close()
 
-    def _open(self, purge_step: int | None) -> None:
+    def _open(self, purge_step: int) -> None:
         """Begin an event file that voids earlier points at and after ``purge_step``."""
         self.close()
         while int(time.time()) <= self._second:  # files are read in the order of names, which contain the second
@@ -83,10 +83,11 @@ def tensorboard(directory: Path | str) -> TensorBoard:
 
     ``fit(histograms=500)`` adds histograms of each parameter: ``weights/...``, ``gradients/...``, ``updates/...``.
 
-    A run that resumes from a snapshot begins an event file that voids the points to be repeated.
+    A run that resumes from a snapshot begins an event file that voids the points to be repeated. A fresh run voids all
+    earlier points of its directory: give each run one.
 
     Args:
-        directory: of the event files.
+        directory: of the event files of one run.
 
     Raises:
         ConfigError: tensorboard is not installed.

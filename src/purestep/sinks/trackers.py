@@ -62,7 +62,9 @@ class Tracker:
             if path is not None:
                 write_bytes(path, f"{self.run_id}\n".encode())
         elif isinstance(event, (Logged, EpochEnd)):
-            self._log(points(event), event.updates)
+            new = {name: value for name, value in points(event).items() if event.updates > self._last(name)}
+            if new:
+                self._log(new, event.updates)
         elif isinstance(event, Histograms):
             self._plot(event)
         elif isinstance(event, FitEnd):
@@ -89,6 +91,11 @@ class Tracker:
 
     def _open(self, event: FitStart, run_id: str | None) -> str:
         """Begin a run of the logger, or go on with the one of this id; return its id."""
+        raise NotImplementedError
+
+    def _last(self, name: str) -> int:
+        """The last update for which the logger's run had a point of this name when this run began; -1 without one. A
+        run that goes on there repeats the same values."""
         raise NotImplementedError
 
     def _log(self, values: Mapping[str, float], updates: int) -> None:
@@ -127,6 +134,7 @@ class Wandb(Tracker):
         self._client = client
         self._settings = settings
         self._run: Any = None
+        self._known: dict[str, int] = {}  # group -> last update stored before this run
 
     def _is_own(self, run_id: str) -> bool:
         if (self._settings.get("mode") or os.environ.get("WANDB_MODE", "online")) != "online":
@@ -144,11 +152,18 @@ class Wandb(Tracker):
         self._run.define_metric("updates", hidden=True)
         for group in ("train/*", "epoch/*", "weights/*", "gradients/*", "updates/*"):
             self._run.define_metric(group, step_metric="updates")
+        found = {group: self._run.summary.get(f"last_update_{group}") for group in ("train", "epoch")}
+        self._known = {group: int(last) for group, last in found.items() if last is not None}
         return self._run.id
+
+    def _last(self, name: str) -> int:
+        return self._known.get(name.partition("/")[0], -1)
 
     def _log(self, values: Mapping[str, float], updates: int) -> None:
         if self._run is not None:
             self._run.log({**values, "updates": updates})
+            group = next(iter(values)).partition("/")[0]
+            self._run.summary[f"last_update_{group}"] = updates
 
     def _plot(self, event: Histograms) -> None:
         if self._run is not None:
@@ -207,17 +222,13 @@ class MLflow(Tracker):
         return str(found.experiment_id if found is not None else self._client.create_experiment(name))
 
     def _log(self, values: Mapping[str, float], updates: int) -> None:
-        if self.run_id is None:
-            return
-        now = int(time.time() * 1000)
-        new = [(name, value) for name, value in values.items() if updates > self._last(name)]
-        if new:
-            metrics = [self._entities.Metric(name, value, now, updates) for name, value in new]
+        if self.run_id is not None:
+            now = int(time.time() * 1000)
+            metrics = [self._entities.Metric(name, value, now, updates) for name, value in values.items()]
             self._client.log_batch(self.run_id, metrics=metrics)
 
     def _last(self, name: str) -> int:
-        """The last update that the logger had before this run resumed. A resumed run repeats the same values."""
-        if self._known is None:
+        if self._known is None or self.run_id is None:
             return -1
         if name not in self._known:
             history = self._client.get_metric_history(self.run_id, name)
@@ -247,7 +258,8 @@ def wandb(
 
     The run has its own object, so that a ``wandb.run`` of yours stays as it is. The summary gets ``stop_reason`` and
     ``best/...``. A resumed `fit` goes on in the same run of the logger, whose id is in ``wandb_id.txt`` beside the
-    snapshots; the points after the last snapshot of a killed run come twice, with equal values.
+    snapshots. Points that this run has already are not logged again; with ``mode="offline"`` the client does not know
+    them, and those after the last snapshot of a killed run come twice, with equal values.
 
     Args:
         project: of the run. None: the client's default.

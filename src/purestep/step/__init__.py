@@ -32,6 +32,7 @@ from .differentiable import check_divisible as check_divisible
 from .differentiable import check_state as check_state
 from .differentiable import parts_for as parts_for
 from .loss_checks import finite_mean as finite_mean
+from .program import begun as begun
 from .program import program as program
 from .program import static_of as static_of
 from .random_draws import drawn_in_step as drawn_in_step

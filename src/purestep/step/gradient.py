@@ -19,7 +19,7 @@ from ..torch_ext import draws, foreach, is_finite, tracing
 from ..types import Batch, Empty, Form, Loss, Mean, Params, Share, TrainState
 from . import microbatch
 from .loss_checks import check_connected, check_loss, counted, finite_mean, not_connected, rows_of
-from .spec import Micro, Spec, times, wide
+from .spec import Micro, Reach, Spec, times, wide
 
 Forward = Callable[[functional.Bound], Any]
 """``bound model -> (mean x scale, (loss, buffers))``, to be differentiated."""
@@ -55,7 +55,13 @@ def _forward(
 
 
 def _value_and_grad(
-    spec: Spec, forward: Forward, state: TrainState, named: Params, shown: Callable[[Params], Params], read: Any
+    spec: Spec,
+    forward: Forward,
+    state: TrainState,
+    named: Params,
+    shown: Callable[[Params], Params],
+    read: Any,
+    batch: Batch,
 ) -> tuple[Params, Any, frozenset[str]]:
     """Return the gradients by name, the forward pass's (loss, buffers), and the parameters that the loss does not reach
     (their gradients are zeros). ``read``: what else of the step's arguments autograd is to follow."""
@@ -65,6 +71,7 @@ def _value_and_grad(
         bound.params = shown(params)
         return bound
 
+    watches = not torch.compiler.is_dynamo_compiling() and spec.reach.watches > 0
     engine = spec.engine
     if engine == "auto":
         engine = "func" if torch.compiler.is_dynamo_compiling() or tracing.transformed() else "autograd"
@@ -79,11 +86,15 @@ def _value_and_grad(
         # In this frame: where Dynamo meets what it cannot compile, it runs the frame in eager mode, by autograd.
         with nullcontext() if tracing.transformed() else draws.EagerDropout():
             try:
-                grads, (_, extra) = torch.func.grad_and_value(differentiated, has_aux=True)(named)
+                with torch.enable_grad() if watches else nullcontext():  # a capture has it off
+                    grads, (_, extra) = torch.func.grad_and_value(differentiated, has_aux=True)(named)
             except RuntimeError as error:
                 if "must override the setup_context" not in str(error):
                     raise
                 raise _without_setup() from error
+        if watches:
+            _refuse_others(grads, (named, state.frozen, state.buffers, read, batch))
+            spec.reach.watches -= 1
         return grads, extra, spec.reach.unreached
     if tracing.transformed():
         raise StepContractError(
@@ -94,7 +105,8 @@ def _value_and_grad(
     # If autograd tracks the state, a derivative through the step includes that of its gradients.
     others = [leaf for leaf in tree.leaves(read) if isinstance(leaf, Tensor)]
     through = tracing.followed([*named.values(), *state.frozen.values(), *state.buffers.values(), *others])
-    return _by_autograd(spec, forward, bind, named, through=through)
+    watched = (others, batch) if watches and not through else None
+    return _by_autograd(spec, forward, bind, named, through=through, watched=watched)
 
 
 # --- torch.func -----------------------------------------------------------------------------------------------------
@@ -124,7 +136,13 @@ def _without_setup() -> StepContractError:
 
 
 def _by_autograd(
-    spec: Spec, forward: Forward, bind: Callable[[Params], functional.Bound], named: Params, *, through: bool
+    spec: Spec,
+    forward: Forward,
+    bind: Callable[[Params], functional.Bound],
+    named: Params,
+    *,
+    through: bool,
+    watched: Any,
 ) -> tuple[Params, Any, frozenset[str]]:
     """As `_value_and_grad`, by a backward pass of `torch.autograd`.
 
@@ -134,6 +152,7 @@ def _by_autograd(
         bind: named weights -> the bound model.
         named: the weights.
         through: keep the graph, for a derivative through the step.
+        watched: the other arguments of the step, to warn of tensors that are none of these; None: do not.
     """
     with torch.enable_grad():
         # Views: the gradient of this call must not pass through buffers that an earlier call computed from them.
@@ -159,26 +178,11 @@ def _by_autograd(
         raise _reentrant()
     if len(unreached) == len(leaves):
         raise not_connected()
-    if not tracing.in_graph() and not through and spec.reach.is_first:
-        spec.reach.is_first = False
-        _warn_of_others(root)
+    if watched is not None:
+        _warn_of_others(spec.reach, root, (watched, tensors))
     spec.reach.remember(unreached)
     filled = [torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(grads, tensors, strict=True)]
     return dict(zip(leaves, filled, strict=True)), (loss, buffers if through else tree.detach(buffers)), unreached
-
-
-def _warn_of_others(root: Any) -> None:
-    """Warn of parameters in the graph of a loss that are not the program's."""
-    found = [variable for node in _nodes(root) if isinstance(variable := getattr(node, "variable", None), nn.Parameter)]
-    if found:
-        shapes = ", ".join(str(list(each.shape)) for each in found[:4]) + (", ..." if len(found) > 4 else "")
-        warnings.warn(
-            f"the loss depends on {len(found)} parameters in the objective's closure that require a gradient: no step "
-            f"trains them; their shapes are {shapes} (cure: make their module a part of the model, or the criterion of "
-            "ps.supervised; call requires_grad_(False) on a module that is not to be trained)",
-            UserWarning,
-            stacklevel=2,
-        )
 
 
 def _with_accumulated(grad: Tensor | None, leaf: Tensor) -> Tensor | None:
@@ -210,6 +214,64 @@ def _reentrant() -> StepContractError:
     )
 
 
+# --- parameters that are not the program's ----------------------------------------------------------------------------
+
+_OTHERS_CURE = (
+    "make them parameters of the model, or of the criterion of ps.supervised; call requires_grad_(False) on those that "
+    "are not to be trained"
+)
+
+
+def _warn_of_others(reach: Reach, root: Any, given: Any) -> None:
+    """Warn once of tensors in the graph of a loss that require a gradient and that no step trains.
+
+    Args:
+        reach: of the program; holds those of the call before.
+        root: of autograd's graph.
+        given: tensors that may require a gradient: the weights, and other arguments of the step.
+    """
+    reach.watches -= 1
+    known, own = reach.others, {id(leaf) for leaf in tree.leaves(given)}
+    reach.others = [leaf for leaf in _variables(root) if id(leaf) not in own]
+    # The objective may create a tensor that requires a gradient (a gradient penalty): another one in every call.
+    found = [
+        leaf
+        for leaf in reach.others
+        if isinstance(leaf, nn.Parameter)
+        or any(leaf is other for other in known)
+        or (tracing.in_graph() and type(leaf) is Tensor)
+    ]
+    if found or not reach.watches:
+        reach.others, reach.watches = [], 0
+    if found:
+        warnings.warn(f"the loss depends on {_listed(found)} (cure: {_OTHERS_CURE})", UserWarning, stacklevel=2)
+
+
+def _refuse_others(grads: Params, given: Any) -> None:
+    """Raise StepContractError if such tensors make gradients of `torch.func` require a gradient themselves: every state
+    would hold the graphs of all steps before it."""
+    if any(tracing.unwrapped(leaf).requires_grad for leaf in tree.leaves(given) if isinstance(leaf, Tensor)):
+        return  # a derivative through the step
+    roots = [found.grad_fn for grad in grads.values() if (found := tracing.unwrapped(grad)).requires_grad]
+    if roots:
+        found = {id(leaf): leaf for root in roots for leaf in _variables(root)}
+        raise StepContractError(
+            f"the loss depends on {_listed(list(found.values()))}", where="objective", hint=_OTHERS_CURE
+        )
+
+
+def _variables(root: Any) -> list[Tensor]:
+    return [leaf for node in _nodes(root) if (leaf := getattr(node, "variable", None)) is not None]
+
+
+def _listed(found: list[Tensor]) -> str:
+    shapes = ", ".join(str(list(each.shape)) for each in found[:4]) + (", ..." if len(found) > 4 else "")
+    return (
+        f"{len(found)} tensors in the objective's closure that require a gradient, and no step trains them; their "
+        f"shapes are {shapes}"
+    )
+
+
 # --- one call -------------------------------------------------------------------------------------------------------
 
 
@@ -234,7 +296,7 @@ def _micro(spec: Spec, form: Form, state: TrainState, batch: Batch, context: tup
         values = spec.values_at(state)
         forward = _forward(spec, state, values, rows, counts, context, weigh if is_seeded else None)
         grads, (loss, buffers), unreached = _value_and_grad(
-            spec, forward, state, form.expand(state.params), form.shown, (context, *values.values())
+            spec, forward, state, form.expand(state.params), form.shown, (context, *values.values()), rows
         )
     if is_seeded:
         for name in grads:  # one by one, in place: the memory of one more gradient, not of all

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from .. import rng, tree
-from ..model import functional
+from ..model import functional, write_check
 from ..state import stacked, views
 from ..torch_ext import tracing
-from ..types import Batch, Loss, Mean, Metrics, TrainState
+from ..types import Batch, Carrying, Loss, Mean, Metrics, Params, TrainState
 from .loss_checks import check_loss, counted, rows_of
 from .random_draws import drawn
 from .spec import Spec
@@ -25,24 +26,75 @@ def eval_step_of(spec: Spec) -> Callable[..., Metrics]:
         some (``ps.view(state, "params")`` has the others). Random numbers depend only on seed and index: a second
         evaluation returns the same metrics, and the state's key does not advance."""
 
+        return measured(state, {}, batch, context, index)[0]
+
+    def carrying(
+        state: TrainState, carried: Params, batch: Batch, *context: Any, index: int = 0
+    ) -> tuple[Metrics, Params]:
+        """As `Carrying.step`."""
+        return measured(state, carried, batch, context, index)
+
+    def measured(
+        state: TrainState, carried: Params, batch: Batch, context: tuple[Any, ...], index: int
+    ) -> tuple[Metrics, Params]:
         stacked.check_single(state, where="eval_step")
         rows, counts = rows_of(batch)
 
-        def evaluate() -> Loss:
+        def evaluate() -> tuple[Loss, Params]:
             chosen = views.to_evaluate(state)
-            bound = functional.bind(spec.template, chosen.params, chosen.frozen, chosen.buffers, train=False)
+            buffers = {**chosen.buffers, **carried}
+            bound = functional.bind(spec.template, chosen.params, chosen.frozen, buffers, train=False)
             bound.values = spec.values_at(state)
+            look = _written_buffers(spec, bound)
             with spec.policy.autocast(state.step.device):
                 found = spec.objective(bound, spec.policy.cast(tree.dicts(rows)), *context)
-            return counted(check_loss(found, state.step.device, train=False), counts)
+            look()
+            loss = counted(check_loss(found, state.step.device, train=False), counts)
+            return loss, {name: bound.buffers[name].detach() for name in carried}
 
         with torch.no_grad():
-            loss = evaluate() if tracing.in_graph() else drawn(evaluate, _number(state, index), state.step.device)
+            found = evaluate() if tracing.in_graph() else drawn(evaluate, _number(state, index), state.step.device)
+        loss, carried = found
         weight = torch.where(loss.weight > 0, loss.weight, torch.zeros_like(loss.weight))
         total = torch.where(loss.weight > 0, loss.mean.float() * weight, torch.zeros_like(weight))
-        return {**tree.detach(loss.metrics), "loss": Mean(total, weight)}
+        return {**tree.detach(loss.metrics), "loss": Mean(total, weight)}, carried
 
+    if spec.carry:
+        vars(eval_step)["carrying"] = Carrying(carrying, spec.carry)
     return eval_step
+
+
+def _written_buffers(spec: Spec, bound: functional.Bound) -> Callable[[], None]:
+    """Return a function that warns of buffers that the model has written since; once for a program."""
+    if torch.compiler.is_dynamo_compiling() or spec.reach.is_evaluated:
+        return lambda: None
+    spec.reach.is_evaluated = True
+    given = dict(bound.buffers)
+    before = {name: value.clone() for name, value in given.items() if tracing.may_read(value)}
+    marks = write_check.marks(given)
+
+    def look() -> None:
+        now = write_check.marks(given)
+        written = [name for name, found in bound.buffers.items() if found is not given[name] or now != marks]
+        _warn_of_written(name for name in written if name not in spec.carry and not _is_same(before, name, bound))
+
+    return look
+
+
+def _is_same(before: Params, name: str, bound: functional.Bound) -> bool:
+    found: Any = bound.buffers[name]
+    return name in before and isinstance(found, torch.Tensor) and torch.equal(before[name], found)
+
+
+def _warn_of_written(names: Iterable[str]) -> None:
+    if found := list(names):
+        warnings.warn(
+            f"the model writes the buffer {found[0]} in eval mode, and each batch of an evaluation begins with the one "
+            f"that training has left in the state (cure: ps.program(..., carry=({found[0]!r},)) for a value that goes "
+            "from batch to batch, such as a hidden state; else write it only if self.training)",
+            UserWarning,
+            stacklevel=2,
+        )
 
 
 def _number(state: TrainState, index: int) -> int:
@@ -68,7 +120,9 @@ def bind_of(spec: Spec) -> Callable[..., Callable[..., Any]]:
         chosen = views.view(state, "params" if train and view is None else view)
 
         def predict(*args: Any, **kwargs: Any) -> Any:
-            bound = functional.bind(spec.template, chosen.params, chosen.frozen, chosen.buffers, train=train)
+            start = {name: value.to(chosen.buffers[name]) for name, value in spec.carry.items()}
+            buffers = {**chosen.buffers, **start}
+            bound = functional.bind(spec.template, chosen.params, chosen.frozen, buffers, train=train)
             args, kwargs = spec.policy.cast((args, kwargs))
             with torch.set_grad_enabled(train), spec.policy.autocast(chosen.step.device):
                 return bound(*args, **kwargs)

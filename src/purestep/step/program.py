@@ -48,6 +48,7 @@ def program(
     engine: Literal["func", "autograd", "auto"] = "auto",
     nonfinite: Literal["raise", "skip"] = "raise",
     keep_eval: tuple[str, ...] = (),
+    carry: tuple[str, ...] = (),
     scaler: scaler_.Scaler | None = None,
     values: Mapping[str, arguments.Schedule] | None = None,
     sam: float | Sam | None = None,
@@ -86,6 +87,10 @@ def program(
             a row. An infinite update from finite gradients (Adam with ``eps=0`` and a gradient of 0) is applied, and
             detected by the next loss.
         keep_eval: glob patterns of submodules that stay in eval mode.
+        carry: glob patterns of buffers that forward writes and that go from batch to batch, such as the hidden state of
+            a language model. At the beginning of each epoch and of each evaluation, and in ``bind``, they have the
+            values that the module has now. An evaluation carries them from batch to batch and then drops them, so that
+            training goes on with its own. A buffer that forward writes in eval mode and that is not carried is said.
         values: schedules of scalars that the objective reads as ``model.values[name]``, shape=(), float32, such as the
             weight of a term or a temperature. They depend on the count of updates in the state, so they never cause a
             recompile and a resumed run continues them; each is also a metric of its name. A value that a callback sets
@@ -117,6 +122,8 @@ def program(
         raise ConfigError(
             f"keep_eval={keep_eval!r} is not a tuple of names", where="program", hint='pass keep_eval=("backbone.*",)'
         )
+    if not isinstance(carry, str | tuple | list) or not all(isinstance(name, str) for name in carry):
+        raise ConfigError(f"carry={carry!r} is not a tuple of names", where="program", hint='pass carry=("hidden",)')
     if kinds := wrappers(model):
         warnings.warn(
             f"the model is wrapped by {' and '.join(kinds)}: the step uses the module inside, under its own names "
@@ -143,6 +150,7 @@ def program(
         values=_checked_values(values),
         gradients=gradients if sharp is None else gradients_of(sharp),
         is_sharp=sharp is not None,
+        carry=functional.matching_buffers(model, own, carry),
     )
     return _assembled(spec, model, own)
 
@@ -172,7 +180,17 @@ def _assembled(spec: Spec, model: nn.Module, own: nn.Module | None) -> Program:
         init=init_of(spec, model, own),
         bind=bind_of(spec),
         static=static,
+        begin=functools.partial(begun, static),
     )
+
+
+def begun(static: Static | None, state: Any) -> Any:
+    """The state with the carried buffers of a program as at the beginning of an epoch."""
+    if static is None or not static.carry:
+        return state
+    buffers = state.buffers
+    start = {name: value.to(buffers[name], copy=True) for name, value in static.carry.items()}
+    return state._replace(buffers={**buffers, **start})
 
 
 def static_of(function: Any) -> Static | None:
@@ -204,6 +222,7 @@ def _static(spec: Spec, made: Made, versions: dict[str, Any]) -> Static:
         first_share=spec.average.first,
         tx=spec.tx,
         module=spec.template.train.model,
+        carry=spec.carry,
     )
 
 

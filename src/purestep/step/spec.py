@@ -71,7 +71,9 @@ class Reach:
     def __init__(self) -> None:
         self.unreached: frozenset[str] = frozenset()
         self.ever: frozenset[str] = frozenset()
-        self.is_first = True  # no call has looked for parameters of others
+        self.watches = 2  # calls that look for tensors that require a gradient and are not the program's
+        self.others: list[Tensor] = []  # such tensors, in the last of these calls
+        self.is_evaluated = False  # a call of eval_step has looked for buffers that forward writes
 
     def remember(self, unreached: frozenset[str]) -> None:
         """Store the parameters that a call's loss did not reach."""
@@ -98,6 +100,7 @@ class Spec(NamedTuple):
     values: Mapping[str, arguments.Schedule]
     gradients: Callable[..., Micro]  # (spec, form, state, batch, context) -> Micro
     is_sharp: bool = False  # `gradients` are those of `Sam`
+    carry: Mapping[str, Tensor] = MappingProxyType({})  # as in `Static`
 
     def values_at(self, state: TrainState) -> dict[str, Tensor]:
         """The scheduled scalars of this state, shape=() each."""

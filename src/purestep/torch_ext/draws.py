@@ -302,14 +302,16 @@ def _allocated(given: Mapping[str, Any]) -> Tensor:
 
 
 def _normal(fill: Callable[..., Any], mean: Any, std: Any) -> Any:
-    """Normal draws with a tensor as mean or deviation: the result is contiguous whatever their layouts."""
+    """Normal draws with a tensor as mean or deviation. The result is contiguous whatever their layouts, and has the
+    dtype of the first tensor."""
     tensors = [leaf for leaf in (mean, std) if isinstance(leaf, Tensor)]
     shape = torch.broadcast_shapes(*(leaf.shape for leaf in tensors))
     like = torch.empty(shape, dtype=tensors[0].dtype, device=tensors[0].device)
     made = fill("aten.normal_.default", like, (0.0, 1.0 if isinstance(std, Tensor) else std))
     if made is NotImplemented:
         return made
-    return (made * std if isinstance(std, Tensor) else made) + mean
+    scaled = (made * std).to(like.dtype) if isinstance(std, Tensor) else made
+    return (scaled + mean).to(like.dtype)
 
 
 class EagerDropout(TorchFunctionMode):

@@ -134,24 +134,26 @@ def take_over(folder: str) -> None:
 WATCHED = ("pickle.find_class", "os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "marshal.loads")
 
 
-def read_watched(folder: str, room: int) -> None:
+def read_watched(folder: str, room: int, reports: bool = False) -> None:
     """Restores from a directory that somebody has prepared, saves there, shows and reports it; says each thing that
     must not happen, and the megabytes by which it has grown.
 
     Args:
         folder: of the snapshots.
         room: bytes of addresses that this may take.
+        reports: write a page about the run too.
     """
     with Snapshots(folder + ".first") as first:  # what is imported, and compiled, on first use
         first.save(0, state(0), history={"loss": [0.5]})
-    main(["show", folder + ".first", "--verify"])
-    main(["report", folder + ".first", "-o", folder + ".first/report.html"])
+    commands = [["show", "--verify"], ["report", "-o", folder + ".first/report.html"]][: 1 + reports]
+    for command, *options in commands:
+        main([command, folder + ".first", *options])
     used, resident = (int(pages) * resource.getpagesize() for pages in Path("/proc/self/statm").read_text().split()[:2])
     resource.setrlimit(resource.RLIMIT_AS, (used + room, resource.RLIM_INFINITY))
 
     def watch(event: str, arguments: tuple[Any, ...]) -> None:
         if event in WATCHED:
-            say("watched", event, arguments)
+            say("watched", event, repr(arguments)[:200])
         writes = event == "open" and isinstance(arguments[0], str) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
         if writes and not os.path.abspath(arguments[0]).startswith((folder, "/dev/", "/proc/")):
             say("watched", event, arguments)
@@ -168,8 +170,8 @@ def read_watched(folder: str, room: int) -> None:
         if found is not None:
             assert all(torch.equal(found.state[name], leaf) for name, leaf in state(found.step).items())
         say("came", "back")
-    for arguments in (["show", folder, "--verify"], ["report", folder, "-o", folder + "/report.html"]):
-        say("came", main(arguments))
+    for command, *options in commands:
+        say("came", main([command, folder, *options]))
     page = Path(folder, "report.html")
     if page.is_file() and re.search(r"\\u003ca href|<h\d>.*<a href", page.read_text(encoding="utf-8")):
         say("watched", "a link in the page")

@@ -9,10 +9,11 @@ results but for rounding; so it does graphs for many sizes, and graphs with `tor
     graph_key    a graph as text, the key of its library
     code_cache   libraries of earlier runs
     aot          a lowered graph to a library
-    cpp_library  our C++ beside inductor's: products, and the memory of intermediates
+    cpp_library  our C++ beside inductor's: a model's class, products, the memory of intermediates
     attention    short attention as products
 
-``csrc`` has the C++: ``fast.h`` in each library, ``gemm.cpp`` and ``memory.cpp`` in one that all of them call.
+``csrc`` has the C++: ``model.h`` and ``fast.h`` in each library, ``gemm.cpp`` and ``memory.cpp`` in one that all
+call.
 """
 
 from __future__ import annotations

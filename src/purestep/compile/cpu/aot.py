@@ -44,7 +44,7 @@ def build(
         facts = fx_passes.draws(given.graph), _threads(given.graph, work), _may_be_fast(given.graph)
         own = {name: value for name, value in options.items() if name != inductor_fixes.PASS}  # which runs in ours
         with (
-            config.patch({**_by_size(work), **(_fast() if facts[-1] else {}), **own}),
+            config.patch({**_by_size(work), **(cpp_library.options(library) if facts[-1] else {}), **own}),
             V.set_aot_compilation(True),
         ):
             lower.compiled(given, cpp_wrapper=True)  # writes the library, and changes the graph
@@ -55,12 +55,6 @@ def _may_be_fast(graph: GraphModule) -> bool:
     """True if the code may use the header of `cpp_library`: without a user's operators, which might keep a tensor."""
     spaces = {getattr(node.target, "namespace", "aten") for node in graph.graph.nodes if node.op == "call_function"}
     return spaces <= {"aten", "prims", "purestep"} and "fast" not in backends.switched_off("cpu")
-
-
-def _fast() -> dict[str, Any]:
-    """Inductor's configuration with the header of `cpp_library`. The option puts the text of any operator's declaration
-    before the code; `purestep::own_copy` need not occur in it."""
-    return {"aot_inductor.custom_ops_to_c_shims": {torch.ops.purestep.own_copy.default: [cpp_library.shim()]}}
 
 
 # --- threads ----------------------------------------------------------------------------------------------------------

@@ -1,19 +1,22 @@
 """The C++ of a step beside inductor's: a library with the product kernel and a thread's memory (``gemm.cpp``,
-``memory.cpp``), which each compiled step calls, and the header that makes inductor's code call it (``fast.h``).
+``memory.cpp``), which each compiled step calls, and the header of each step's code: a small class for its model
+(``model.h``), and calls of the library (``fast.h``).
 
 Buys: a call of torch's product has an overhead of 1.2 to 2.5 us, and MKL's kernels are slow for small matrices and on
 processors that are not Intel's. Inductor's code calls malloc for every intermediate tensor and wraps each in objects, a
 tenth of the time of a step with many small tensors; the memory of large ones returns to the system after every use, and
-comes back page by page.
+comes back page by page. AOTInductor's own class for a model and the container around it, whose constants can be
+exchanged, take g++ five seconds for each graph.
 
 The kernel follows Goto and van de Geijn (Anatomy of High-Performance Matrix Multiplication, ACM TOMS 2008): as many
 rows on the left as the L2 cache holds, panels of two vectors of columns on the right, packed if they are not
 contiguous, blocks of rows in registers. Each element is summed in one order, whatever the number of threads.
 
 The header replaces names of inductor's generated C++ by macros: ``RAIIAtenTensorHandle``,
-``steal_from_raw_handles_to_raii_handles``, ``aoti_torch_empty_strided``, ``aoti_torch_cpu_mm_out`` and the like.
+``steal_from_raw_handles_to_raii_handles``, ``aoti_torch_empty_strided``, ``aoti_torch_cpu_mm_out`` and the like,
+``AOTInductorModelBase``.
 
-Without: torch's products, and inductor's allocations.
+Without: torch's products, inductor's allocations, and AOTInductor's class.
 """
 
 from __future__ import annotations
@@ -34,10 +37,19 @@ def source(name: str) -> str:
     return resources.files(__package__ or "").joinpath("csrc", name).read_text(encoding="utf-8")
 
 
-def shim() -> str:
-    """The header as a declaration for inductor's option ``aot_inductor.custom_ops_to_c_shims``, which puts its text
-    between ``extern "C" { extern`` and ``; }``."""
-    return f'int purestep_begin;\n}}\n{source("fast.h")}\nextern "C" {{\nextern int purestep_end'
+def options(library: str) -> dict[str, Any]:
+    """Write the header for the code of a graph, and return inductor's configuration with it.
+
+    For static linking, the code includes a header with its model's class in place of all of AOTInductor's C++. Inductor
+    writes one, unless a file of this name exists. The name is unique: compilations of one name wait for one another.
+
+    Args:
+        library: the path, in a directory for the files of the compilation.
+    """
+    place = Path(library).parent
+    text = "\n".join([f"#define MODEL AOTInductorModel{place.name}", source("model.h"), source("fast.h")])
+    (place / f"{place.name}.h").write_text(text, encoding="utf-8")
+    return {"aot_inductor.dynamic_linkage": False, "aot_inductor.model_name_for_generated_files": place.name}
 
 
 @functools.cache

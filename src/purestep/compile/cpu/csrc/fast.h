@@ -1,7 +1,3 @@
-#include <cstring>
-#include <type_traits>
-#include <vector>
-
 extern "C" {
 void purestep_product(const float* a, const float* b, float* c, const float* bias, const int64_t* plan);
 void* purestep_take(int64_t size, const void* graph);
