@@ -115,8 +115,6 @@ def main(config: Config) -> float:
     if config.fresh:
         shutil.rmtree(config.runs, ignore_errors=True)
     program = rivals(config)
-    assert program.init is not None
-    assert program.eval_step is not None
     loaders = {
         "train": DataLoader(ring(config.points, seed=0), config.batch_size, shuffle=True, drop_last=True),
         "val": [(torch.randn(4096, 2, generator=torch.Generator().manual_seed(1)),)],

@@ -104,7 +104,6 @@ def main(config: Config) -> tuple[float, float]:
     for name, consistency in (("mean teacher", config.consistency), ("labels alone", 0.0)):
         settings = Config(**{**vars(config), "consistency": consistency})
         program = mean_teacher(settings, config.epochs * len(data["train"]))
-        assert program.init is not None
         result = ps.fit(
             program.init(config.seed),
             data,

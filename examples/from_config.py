@@ -57,7 +57,6 @@ def from_settings(settings: Any, seed: int) -> ps.FitResult:
     plan = config.from_lightning(settings)
     tx = optim.chain(plan.clip, optim.adamw(1e-3))
     program = ps.program(network(seed), OBJECTIVE, tx, **plan.program)
-    assert program.init is not None
     return ps.fit(program.init(seed), loaders(), program, plan.fit, **plan.run)
 
 
@@ -65,7 +64,6 @@ def from_code(seed: int, clip: optim.Transform, precision: str, accumulate: int,
     """The same in code."""
     tx = optim.chain(clip, optim.adamw(1e-3))
     program = ps.program(network(seed), OBJECTIVE, tx, precision=precision, accumulate=accumulate)
-    assert program.init is not None
     return ps.fit(program.init(seed), loaders(), program, progress=False, sinks=(), **fields)
 
 

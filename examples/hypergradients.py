@@ -155,8 +155,6 @@ def main(config: Config) -> float:
     if config.fresh:
         shutil.rmtree(config.runs, ignore_errors=True)
     program, data = outer_program(config), digits()
-    assert program.init is not None
-    assert program.eval_step is not None
     loaders = {"train": Windows(config, data), "val": [data["val"]]}
     result = ps.fit(program.init(config.seed), loaders, program, epochs=1, device="cpu", snapshots=config.runs)
     rates = ", ".join(f"{layer} {rate.exp():.3g}" for layer, rate in result.state.log_rates.items())

@@ -97,7 +97,6 @@ def trained(
     """Train what `requires_grad` says, evaluate five times, and save the model in its own form."""
     tx = optim.adamw(schedules.warmup_cosine(peak=rate, warmup=updates // 10, total=updates), weight_decay=0.01)
     program = ps.program(model, ps.hf_loss(), optim.chain(optim.clip_by_global_norm(1.0), tx))
-    assert program.init is not None
     fields = {"device": config.device, "compile": config.compile, "snapshots": config.runs / f"{name}_run"}
     every = max(updates // 5, 1)
     result = ps.fit(program.init(config.seed), data, program, steps=updates, evaluate_every=every, **fields)

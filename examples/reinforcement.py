@@ -94,7 +94,6 @@ def objective(config: Config) -> ps.Objective:
 @torch.no_grad()
 def play(config: Config, program: ps.Program, state: ps.TrainState, *, greedy: bool = False) -> tuple[Batch, float]:
     """All that the carts saw and did until the last of them ended, and the steps of an episode on average."""
-    assert program.bind is not None
     model, generator = program.bind(state), ps.rng.generator(state.key, "greedy" if greedy else "play")
     carts = torch.rand(config.carts, 4, generator=generator) * 0.1 - 0.05
     observed, chosen, played = [], [], []
@@ -133,7 +132,6 @@ def main(config: Config) -> tuple[float, float]:
     torch.manual_seed(config.seed)
     tx = optim.chain(optim.clip_by_global_norm(1.0), optim.adam(config.learning_rate))
     program = ps.program(ActorCritic(config.width), objective(config), tx)
-    assert program.init is not None
     with ps.Snapshots(config.runs / "snapshots") as snapshots:
         state, rows = program.init(config.seed), []
         if snapshots.steps():

@@ -140,15 +140,8 @@ OF_PROGRAMS = ("test_benchmarks.py", "test_examples.py", "test_first.py", "test_
 """Files in those folders whose tests run whole programs."""
 
 SLOW = (
+    "compile",
     "compile/cpu",
-    "compile/test_aliasing.py",
-    "compile/test_inductor_fixes.py",
-    "compile/test_mixed_reductions.py",
-    "compile/test_philox.py",
-    "compile/test_ensemble_compiled.py",
-    "compile/test_launch.py",
-    "compile/test_draws.py",
-    "compile/test_surroundings.py",
     "faults/test_rows_around.py",
     "faults/test_rows_data.py",
     "faults/test_rows_restoring.py",
@@ -160,11 +153,12 @@ SLOW = (
     "parallel/test_layers.py",
     "parallel/test_snapshots.py",
     "parallel/test_tools.py",
+    "test_benchmarks.py",
     "test_examples.py",
     "test_first.py",
     "test_zoo.py",
 )
-"""Folders and files whose tests wait for inductor or other processes, as do tests with "inductor" in their name."""
+"""Folders and files whose tests compile or wait for other processes, as do those marked compile, but for the laws."""
 
 
 def is_quick(item: pytest.Item) -> bool:
@@ -176,8 +170,10 @@ def is_quick(item: pytest.Item) -> bool:
 
 def is_slow(item: pytest.Item) -> bool:
     tests = Path(__file__).parent
-    listed = any(tests / name in (item.path, item.path.parent) for name in SLOW)
-    return listed or "inductor" in item.name or item.get_closest_marker("optimized") is not None
+    if any(tests / name in (item.path, item.path.parent) for name in SLOW) or "inductor" in item.name:
+        return True
+    is_law = item.path.parent == tests / "laws" and item.get_closest_marker("optimized") is None
+    return item.get_closest_marker("compile") is not None and not is_law
 
 
 def soak_names() -> frozenset[str]:

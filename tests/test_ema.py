@@ -36,6 +36,31 @@ def test_the_first_update_copies_and_the_next_ones_average():
     assert run(ema.average(0.75), [4.0, 8.0, 0.0]) == [4.0, 5.0, 3.75]
 
 
+def test_the_initial_weights_may_count():
+    """As timm, BYOL and mean teachers: the average begins as a copy of the model."""
+    assert run(ema.average(0.75, initial=True), [4.0, 8.0, 0.0]) == [1.0, 2.75, 2.0625]
+    assert run(ema.average(0.75, initial=True, warmup=True), [10.0]) == [pytest.approx(9.0)]  # d = 0.1
+
+
+def test_every_kth_update_alone_may_count():
+    assert run(ema.average(0.75, every=2), [4.0, 9.0, 8.0, 9.0, 0.0]) == [4.0, 4.0, 5.0, 5.0, 3.75]
+    assert run(ema.average(0.75, every=3, initial=True), [4.0, 9.0, 9.0, 5.0]) == [1.0, 1.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("initial", [False, True])
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("warmup", [False, True])
+def test_the_share_of_the_first_weights_is_that_of_the_average(initial: bool, every: int, warmup: bool):
+    made = ema.average(0.75, initial=initial, every=every, warmup=warmup)
+    assert made.first is not None
+    for updates in (1, 2, 3, 4, 7):
+        weights = [0.0] * updates if initial else [1.0] + [0.0] * (updates - 1)
+        state = made.init({"w": torch.tensor(float(initial))}, {})
+        for index, weight in enumerate(weights):
+            state = made.update(state, {"w": torch.tensor(weight)}, {}, count(index))
+        assert made.first(updates) == pytest.approx(state.params["w"].item())
+
+
 def test_a_resumed_average_goes_on_instead_of_copying():
     assert run(ema.average(0.75), [4.0], decay_from=10) == [1.0]
 
@@ -238,7 +263,16 @@ class TestWhere:
     """The average of eager steps on a GPU: few launches, the numbers of ``update``."""
 
     @pytest.mark.parametrize("in_place", [False, True])
-    @pytest.mark.parametrize("made", [ema.average(0.9), ema.average(0.99, warmup=True), ema.swa(2)])
+    @pytest.mark.parametrize(
+        "made",
+        [
+            ema.average(0.9),
+            ema.average(0.99, warmup=True),
+            ema.average(0.9, every=2),
+            ema.average(0.9, warmup=True, every=2),
+            ema.swa(2),
+        ],
+    )
     def test_it_is_the_update_where_that_is_applied(self, made: ema.Average, in_place: bool) -> None:
         assert made.where is not None
         params = {"a": torch.randn(3, 2), "b": torch.randn(5)}
@@ -279,3 +313,15 @@ def test_buffers_of_a_batch_that_is_skipped_stay_out_of_the_average(value: float
     found = average.where(state, params, broken, count(2), torch.tensor(False), in_place)
     assert found is not None
     assert_trees_close(found, average.init(params, buffers), exact=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"every": 0}, "ema: every=0 must be an int of at least 1"),
+        ({"initial": "yes"}, "ema: initial='yes' is unknown"),
+    ],
+)
+def test_other_arguments_are_refused(options: dict[str, Any], text: str):
+    with pytest.raises(ConfigError, match=text):
+        ema.average(0.9, **options)

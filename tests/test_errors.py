@@ -127,7 +127,7 @@ SLIPS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "the batch first": (
         lambda: program().train_step(vector_batch(), program().init()),
-        "state: is a tuple (cure: call train_step(state, batch))",
+        "state: the state is a tuple (cure: call train_step(state, batch))",
     ),
     "a transform that leaves parameters out": (
         lambda: returning(lambda updates, state: ({}, state)).train_step(program().init(), vector_batch()),

@@ -448,17 +448,20 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: schedules.join([], []), r"join: 0 schedules and the boundaries \[\]"),
     (lambda: schedules.join([schedules.constant(1.0)] * 2, [1, 2]), r"2 schedules and the boundaries \[1, 2\]"),
     (lambda: schedules.join([schedules.constant(1.0)] * 3, [5, 5]), r"3 schedules and the boundaries \[5, 5\]"),
-    (lambda: schedules.multistep(1.0, 0.1), r"multistep: milestones=0\.1 is no list \(cure: milestones=\[30"),  # pyright: ignore[reportArgumentType]  # the point of the test
-    (lambda: schedules.multistep(1.0, torch.tensor(3)), r"milestones=tensor\(3\) is no list"),  # pyright: ignore[reportArgumentType]  # the point of the test
+    (lambda: schedules.multistep(1.0, 0.1), r"multistep: milestones=0\.1 must be a list \(cure: milestones=\[30"),  # pyright: ignore[reportArgumentType]  # the point of the test
+    (lambda: schedules.multistep(1.0, torch.tensor(3)), r"milestones=tensor\(3\) must be a list"),  # pyright: ignore[reportArgumentType]  # the point of the test
     (lambda: schedules.piecewise(1.0, 0.1), r"piecewise: boundaries_and_scales=0\.1 is not a mapping \(cure: \{30: 0"),  # pyright: ignore[reportArgumentType]  # the point of the test
     (lambda: schedules.piecewise(1.0, {"a": 0.1, 3: 0.1}), r"boundaries_and_scales='a' must be an int of"),  # pyright: ignore[reportArgumentType]  # the point of the test
-    (lambda: schedules.join(0.1, [3]), r"join: schedules=0\.1 is no list \(cure: join\(\[warmup, decay"),  # pyright: ignore[reportArgumentType]  # the point of the test
-    (lambda: schedules.join([schedules.constant(1.0)] * 2, 3), r"join: boundaries=3 is no list"),  # pyright: ignore[reportArgumentType]  # the point of the test
+    (lambda: schedules.join(0.1, [3]), r"join: schedules=0\.1 must be a list \(cure: join\(\[warmup, decay"),  # pyright: ignore[reportArgumentType]  # the point of the test
+    (lambda: schedules.join([schedules.constant(1.0)] * 2, 3), r"join: boundaries=3 must be a list"),  # pyright: ignore[reportArgumentType]  # the point of the test
     (
         lambda: schedules.join([schedules.constant(1.0), 0.1], [3]),  # pyright: ignore[reportArgumentType]  # the point of the test
-        r"schedules\[1\]=0\.1 is no function \(cure: schedules\.constant\(0\.1\)\)",
+        r"schedules\[1\]=0\.1 must be a function \(cure: schedules\.constant\(0\.1\)\)",
     ),
-    (lambda: schedules.per_epoch(0.1, updates_per_epoch=9), r"per_epoch: schedule=0\.1 is no function \(cure: per_e"),  # pyright: ignore[reportArgumentType]  # the point of the test
+    (
+        lambda: schedules.per_epoch(0.1, updates_per_epoch=9),
+        r"per_epoch: schedule=0\.1 must be a function \(cure: per_e",
+    ),  # pyright: ignore[reportArgumentType]  # the point of the test
     (lambda: schedules.per_epoch(schedules.constant(1.0), updates_per_epoch=0), r"updates_per_epoch=0 must be an int"),
     (
         lambda: schedules.from_torch_scheduler(torch_schedulers.ReduceLROnPlateau, 0.1, steps=3),

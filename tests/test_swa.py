@@ -161,9 +161,9 @@ def test_a_compiled_step_averages_the_same() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ema.swa(0), "swa: start is 0, no int of at least 1"),
-        (lambda: ema.swa(0.75), r"swa: start is 0\.75, no int"),  # pyright: ignore[reportArgumentType]  # the point
-        (lambda: ema.swa(1, every=0), "swa: every is 0"),
+        (lambda: ema.swa(0), "swa: start=0 must be an int of at least 1"),
+        (lambda: ema.swa(0.75), r"swa: start=0\.75 must be an int"),  # pyright: ignore[reportArgumentType]  # the point
+        (lambda: ema.swa(1, every=0), "swa: every=0 must be"),
         (lambda: ema.swa(1, buffers="none"), "buffers='none'"),  # pyright: ignore[reportArgumentType]  # the point
     ],
 )

@@ -22,9 +22,9 @@ class TestAssertPure:
     @pytest.mark.parametrize(
         ("step", "message"),
         [
-            (lambda s, b: clean(s, b)[0], r"step: returned a dict \(cure: return \(state, metrics"),
-            (lambda s, b: None, "step: returned a NoneType"),
-            (lambda s, b: (*clean(s, b), 1), "step: returned a tuple"),
+            (lambda s, b: clean(s, b)[0], r"step: the step returned a dict \(cure: return \(state, metrics"),
+            (lambda s, b: None, "step: the step returned a NoneType"),
+            (lambda s, b: (*clean(s, b), 1), "step: the step returned a tuple"),
         ],
     )
     def test_a_step_returns_a_pair(self, step: Any, message: str):

@@ -20,7 +20,7 @@ from . import rng, tree
 from .analysis import explained, plain_functions
 from .errors import ConfigError, StateError, StepContractError
 from .model import functional
-from .state import check_choice, check_count
+from .state import check_choice, check_count, check_range
 from .step import check_state, drawn_in_step, parts_for, wide
 from .types import Params, Program, TrainState
 
@@ -233,7 +233,9 @@ def _named(what: str, found: Any, like: Params, hint: str) -> Params:
     for name in {**shapes, **others}:
         if others.get(name) != shapes.get(name):
             raise StateError(
-                f"has shape {others.get(name)}, the parameter {shapes.get(name)}", where=f"{what}/{name}", hint=hint
+                f"the vector has shape {others.get(name)}, the parameter {shapes.get(name)}",
+                where=f"{what}/{name}",
+                hint=hint,
             )
     return {name: found[name] for name in like}
 
@@ -284,8 +286,7 @@ def eigenvalues(
         raise ConfigError("SciPy is not installed", where="curvature", hint="pip install scipy") from error
     size = sum(p.numel() for p in like.values())
     check_count("curvature.eigenvalues", least=1, k=k)
-    if k >= size:
-        raise ConfigError(f"k={k} of {size} eigenvalues", where="curvature.eigenvalues", hint=f"k={max(1, size - 1)}")
+    check_range("curvature.eigenvalues", 1, size, cure=f"k={max(1, size - 1)}, below the number of weights", k=k)
     check_choice("curvature.eigenvalues", ("LA", "SA", "LM", "BE"), which=which)
     dtype = torch.float64 if any(p.dtype == torch.float64 for p in like.values()) else torch.float32
 

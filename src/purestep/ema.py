@@ -9,8 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .errors import ConfigError
-from .state import check_choice, check_range, is_count, known_keywords, views
+from .state import check_choice, check_count, check_range, known_keywords, views
 from .torch_ext import Value, complex_numbers, foreach, read, tracing
 from .types import Empty, Params, Tree
 
@@ -61,23 +60,34 @@ def none() -> Average:
 
 
 @known_keywords
-def average(decay: float, *, warmup: bool = False, buffers: Literal["copy", "average"] = "copy") -> Average:
+def average(
+    decay: float,
+    *,
+    warmup: bool = False,
+    initial: bool = False,
+    every: int = 1,
+    buffers: Literal["copy", "average"] = "copy",
+) -> Average:
     r"""Exponential moving average of the trained parameters.
 
     :math:`s_1 = p_1`, then :math:`s_t = d_t s_{t-1} + (1 - d_t) p_t`, as `torch.optim.swa_utils.AveragedModel` with
-    `get_ema_multi_avg_fn`: the first update copies. After n updates these first weights still have a share of
-    :math:`d^{n-1}`, so a run should have several times :math:`1 / (1 - d)` updates, or a warm-up. `fit` warns of one
-    that has not.
+    `get_ema_multi_avg_fn`, ``EMAModel`` of diffusers and ``EMA`` of ema-pytorch: the first update copies. After n
+    updates these first weights still have a share of :math:`d^{n-1}`, so a run should have several times
+    :math:`1 / (1 - d)` updates, or a warm-up. `fit` warns of one that has not.
 
     Args:
         decay: :math:`d` in [0, 1).
         warmup: :math:`d_t = \min(d, (1 + t) / (10 + t))`, where t is the number of updates before this one, so that the
             average of a short run does not stay close to the initial weights.
+        initial: begin with the initial weights: :math:`s_0 = p_0`, and the first update does not copy, as in
+            ``ModelEmaV2`` of timm, in BYOL and in mean teachers, which begin as a copy of the model.
+        every: updates between two that count, at least 1: of the updates 1, 1 + every, 1 + 2 * every, ... alone the
+            weights enter the average (``update_every`` of ema-pytorch, whose default is 10).
         buffers: "copy": evaluate with the current buffers; "average": average float buffers like the parameters, and
             copy integer buffers.
 
     Raises:
-        ConfigError: the decay is outside [0, 1), or ``buffers`` has another value.
+        ConfigError: a number is out of its range, or ``initial`` or ``buffers`` has another value.
 
     Example:
         >>> import torch
@@ -89,17 +99,22 @@ def average(decay: float, *, warmup: bool = False, buffers: Literal["copy", "ave
         0.5
     """
     check_range("ema", 0, 1, cure="decay=0.999", decay=decay)
+    check_count("ema", least=1, every=every)
+    check_choice("ema", (True, False), warmup=warmup, initial=initial)
     check_choice("ema", ("copy", "average"), buffers=buffers)
 
     def first(updates: int) -> float:
         share = 1.0
-        for count in range(1, updates):
+        for count in range(0 if initial else every, updates, every):
             share *= min(decay, (1 + count) / (10 + count)) if warmup else decay
             if share < 1e-6:
                 break
         return share
 
-    return _averaging(lambda updates: _weight(updates, decay, warmup), buffers == "average", first)
+    def weight(updates: Tensor) -> Value:
+        return _weight(updates, decay, warmup=warmup, copies=not initial, every=every)
+
+    return _averaging(weight, buffers == "average", first)
 
 
 @known_keywords
@@ -135,12 +150,8 @@ def swa(start: int, *, every: int = 1, buffers: Literal["copy", "average"] = "co
         >>> seen
         [1.0, 2.0, 2.0, 3.0, 3.0]
     """
-    for name, value in (("start", start), ("every", every)):
-        if not is_count(value, 1):
-            raise ConfigError(
-                f"{name} is {value!r}, no int of at least 1", where="swa", hint="swa(start=1000, every=100)"
-            )
-    check_choice("ema", ("copy", "average"), buffers=buffers)
+    check_count("swa", least=1, cure="swa(start=1000, every=100)", start=start, every=every)
+    check_choice("swa", ("copy", "average"), buffers=buffers)
 
     def weight(updates: Tensor) -> Tensor:
         """1 / n for the n-th weights that count, 0 for those that do not, 1 before the start."""
@@ -165,6 +176,8 @@ def _averaging(
     def update(state: EmaState, params: Params, buffers: Params, updates: Tensor, in_place: bool = False) -> EmaState:
         share = weight(updates)
         share = read(share) if isinstance(share, Tensor) else share
+        if in_place and not isinstance(share, Tensor) and share == 0.0:
+            return state
         shadow = _lerp_all(state.params, params, share, in_place)
         if isinstance(state.buffers, Empty):
             return EmaState(shadow, state.buffers)
@@ -187,15 +200,17 @@ def _averaging(
     return Average(init, update, first, functools.partial(update, in_place=True), where)
 
 
-def _weight(updates: Tensor, decay: float, warmup: bool) -> Value:
-    """Return 1 - d_t, shape=(); 1 at the first update."""
+def _weight(updates: Tensor, decay: float, *, warmup: bool, copies: bool, every: int) -> Value:
+    """Return 1 - d_t, shape=(); 1 at the first update if it copies, 0 at one that does not count."""
     if not warmup and not isinstance(count := read(updates), Tensor):
-        return 1 - decay if count else 1.0
-    least = (updates == 0).to(_widest(updates)).clamp(min=1 - decay)
-    if not warmup:
-        return least
-    count = updates.to(least.dtype)
-    return torch.maximum(least, 1 - (1 + count) / (10 + count))
+        return 0.0 if count % every else 1 - decay if count or not copies else 1.0
+    wide = _widest(updates)
+    first = (updates == 0).to(wide) if copies else torch.zeros_like(updates, dtype=wide)
+    share = first.clamp(min=1 - decay)
+    if warmup:
+        count = updates.to(wide)
+        share = torch.maximum(share, 1 - (1 + count) / (10 + count))
+    return share if every == 1 else torch.where(updates % every == 0, share, torch.zeros_like(share))
 
 
 def _widest(updates: Tensor) -> torch.dtype:

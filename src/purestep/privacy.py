@@ -131,7 +131,7 @@ def _metrics(losses: Tensor, weights: Tensor, factors: Tensor, own: Metrics) -> 
             "privacy.dp_sgd has a metric of this name", where="metrics/clipped", hint="choose another name"
         )
     clipped, ones = (factors < 1).float().sum(), torch.ones_like(factors, dtype=torch.float32).sum()
-    total = (losses.float() * weights).sum()
+    total = (means.at_least_float32(losses) * weights).sum()
     return {**own, "loss": Mean(total, weights.sum()), "clipped": Mean(clipped, ones)}
 
 

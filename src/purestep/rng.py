@@ -36,7 +36,7 @@ def key(seed: int) -> Tensor:
     """
     given: Any = seed
     if not isinstance(given, SupportsIndex) or not -(2**63) <= given.__index__() < 2**63:
-        raise ConfigError(f"seed is {seed!r}, no int in [-2**63, 2**63)", where="rng.key", hint="pass seed=0")
+        raise ConfigError(f"seed={seed!r} must be an int in [-2**63, 2**63)", where="rng.key", hint="pass seed=0")
     return torch.tensor([given.__index__(), 0], dtype=torch.int64)
 
 

@@ -93,8 +93,8 @@ def assert_resumes(program: Program, state: Tree, batches: Sequence[Any], *, at:
         hint = "pass at least two batches, for a step before the break and one after it"
         raise ConfigError(f"the number of batches is {len(batches)}", where="assert_resumes", hint=hint)
     if not is_count(cut) or cut > len(batches):
-        hint = f"at={len(batches) // 2}"
-        raise ConfigError(f"at={at!r} of {len(batches)} batches", where="assert_resumes", hint=hint)
+        what, hint = f"at={at!r} must be an int of at most {len(batches)}, the batches", f"at={len(batches) // 2}"
+        raise ConfigError(what, where="assert_resumes", hint=hint)
     whole = _through(program, state, batches)
     half = tree.clone(_through(program, state, batches[:cut]))
     rest = _through(program, half, batches[cut:])
@@ -433,5 +433,7 @@ def _through(program: Program, state: Tree, batches: Sequence[Any]) -> Tree:
 
 def _pair(result: Any) -> tuple[Tree, Any]:
     if not isinstance(result, tuple) or len(result) != 2:
-        raise StepContractError(f"returned a {type(result).__name__}", where="step", hint="return (state, metrics)")
+        raise StepContractError(
+            f"the step returned a {type(result).__name__}", where="step", hint="return (state, metrics)"
+        )
     return result

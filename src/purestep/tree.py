@@ -271,9 +271,10 @@ def attributes(node: Any, *, where: str = "batch") -> dict[str, Any] | None:
     if not is_other and _holds_tensor(_attributes(node)):
         kind = type(node).__name__
         raise DataError(
-            f"is a {kind}, an object that holds tensors, of a class that purestep does not know",
+            f"the leaf is a {kind}, an object that holds tensors, of a class that purestep does not know",
             where=where,
-            hint=f"make a dict of its tensors in the loader's collate_fn, make {kind} a dataclass, or call "
+            hint="make a dict of its tensors in the loader's collate_fn"
+            f"{': batch.to_dict()' if hasattr(node, 'to_dict') else ''}; make {kind} a dataclass; or call "
             f"ps.tree.register({kind}, flatten, unflatten) once",
         )
     return None

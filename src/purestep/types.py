@@ -37,8 +37,8 @@ class Mean(NamedTuple):
     is not 0. ``<`` and `format` use this number. `metrics.merge` adds Means; ``==`` compares the two tensors.
 
     Args:
-        total: shape=() or (n,), dtype=float32.
-        weight: the same shape, dtype=float32.
+        total: shape=() or (n,), dtype=float32; float64 in a program whose loss is float64.
+        weight: the same shape and dtype.
 
     Example:
         >>> mean = Mean(torch.tensor(6.0), torch.tensor(4.0))
@@ -377,8 +377,8 @@ class Program(NamedTuple):
         init: ``(seed=0, device=None) -> state`` with the module's current weights, on the module's device unless
             ``device`` names another. Load pretrained weights into the module before. ``seed`` sets only the key.
         bind: ``(state, view=None, train=False) -> callable``: the module as a function of its inputs, with the
-            weights of a state; ``view`` is "params" or "ema", by default "ema" if the state has an average and
-            ``train`` is False.
+            weights of a state; ``.call("encode", x)`` of it calls another method. ``view`` is "params" or "ema", by
+            default "ema" if the state has an average and ``train`` is False.
         static: names, masks and ties, for packing and export.
         begin: ``(state) -> state``: the state at the beginning of an epoch, with the buffers of ``carry=`` as in the
             module. `fit` and `run_epoch` call it; call it in a loop of your own.
@@ -394,8 +394,8 @@ class Program(NamedTuple):
 
     train_step: TrainStep  # (state, batch, *context) -> (state, metrics)
     flush: Callable[[Any], tuple[Any, Metrics]] = _no_flush  # (state) -> (state, metrics)
-    eval_step: EvalStep | None = None  # (state, batch, *context, index=0) -> metrics
-    init: Callable[..., Any] | None = None  # (seed=0, device=None) -> state
-    bind: Callable[..., Any] | None = None  # (state, view=None, train=False) -> callable
+    eval_step: Any = None  # Any: a program by hand may have None, and users of ps.program need no check
+    init: Any = None
+    bind: Any = None
     static: Static | None = None
     begin: Callable[[Any], Any] = _same

@@ -376,3 +376,45 @@ def test_an_operator_with_a_gradient_of_its_own_hears_it_too():
     step = ps.compile_step(program.train_step, backend="aot_eager")
     torch.testing.assert_close(step(program.init(), batch())[0].params["weight"], wanted)
     assert heard == {("setup", True), ("backward", True)}
+
+
+# --- numbers of the batch ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["batch", "context"])
+def test_a_number_of_the_batch_that_changes_is_said_once_and_then_an_error(
+    place: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def objective(model: Any, batch: Any, *context: Any) -> ps.Loss:
+        scale = context[0] if context else batch["scale"]
+        return ps.Loss((model(batch["x"]) * scale).square().mean(), 4, {})
+
+    program = ps.program(nn.Linear(2, 1), objective, ps.optim.sgd(0.1))
+    step, state = ps.compile_step(program.train_step, backend="aot_eager"), program.init()
+
+    def call(number: float, rows: int = 4) -> None:
+        x = {"x": torch.ones(rows, 2)}
+        step(state, x, number) if place == "context" else step(state, {**x, "scale": number})
+
+    for number in (0.0, *range(1, 9), 0.0, *map(float, range(9, 17))):  # 0.0 again compiles nothing
+        call(number)
+    call(3, rows=5)  # a size is no number
+    name = "context/0" if place == "context" else "batch/scale"
+    assert [record.getMessage().partition(" (")[0] for record in caplog.records] == [
+        f"{name} was 0.0, is 1: a graph holds it, so the step is recompiled"
+    ]
+    for _ in range(2):
+        with pytest.raises(ps.errors.StepContractError, match=f"{name}: the value has changed 17 times.*as a tensor"):
+            call(17.5)
+    assert step.graphs == 18
+
+
+def test_a_number_of_the_batch_that_does_not_change_is_not_spoken_of(caplog: pytest.LogCaptureFixture) -> None:
+    def objective(model: Any, batch: Any) -> ps.Loss:
+        return ps.Loss((model(batch[0]) * batch[1]).square().mean(), 4, {})
+
+    program = ps.program(nn.Linear(2, 1), objective, ps.optim.sgd(0.1))
+    step, state = ps.compile_step(program.train_step, backend="aot_eager"), program.init()
+    for rows in (4, 3, 2, 4):
+        state, _ = step(state, (torch.ones(rows, 2), 0.5))
+    assert not caplog.records

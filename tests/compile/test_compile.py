@@ -146,7 +146,7 @@ def test_a_branch_on_a_value_names_its_line() -> None:
 
 
 BROKEN: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
-    "shape": (lambda s: ({"a": s["a"], "b": s["b"][:1]}, {}), r"^b: goes in as \[3\] .*comes out as \[1\]"),
+    "shape": (lambda s: ({"a": s["a"], "b": s["b"][:1]}, {}), r"^b: the leaf goes in as \[3\] .*comes out as \[1\]"),
     "dtype": (lambda s: ({"a": s["a"].double(), "b": s["b"]}, {}), r"^a: .*float32 and comes out as .*float64"),
     "gone": (lambda s: ({"a": s["a"]}, {}), r"structure of the state changes: without \['b'\]"),
     "new": (lambda s: ({**s, "c": s["a"]}, {}), r"structure of the state changes: .*with \['c'\]"),
@@ -184,7 +184,7 @@ def test_a_metric_of_a_number_of_pythons_is_named(donate: bool) -> None:
 @pytest.mark.compile
 @pytest.mark.parametrize("donate", FORMS)
 def test_a_state_with_a_leaf_that_is_no_tensor_is_refused(donate: bool) -> None:
-    with pytest.raises(StateError, match="a float is no tensor"):
+    with pytest.raises(StateError, match="the state has a float, not a tensor"):
         compiled(lambda state, batch: (state, {}), donate=donate)({"w": torch.ones(1), "lr": 0.1}, None)
 
 
@@ -1398,3 +1398,83 @@ def test_a_size_that_is_read_from_a_tensor_is_a_look_at_its_value(resized: Any) 
     told = r"test_compile.py:\d+: the step reads the value of a tensor: a size is read from it \(cure: use a size of"
     with pytest.raises(StepContractError, match=told):
         step(program.init(), batch)
+
+
+class Masked(nn.Module):
+    """One of torch's transformers with a causal mask, and what says so."""
+
+    def __init__(self, kind: str, **said: bool) -> None:
+        super().__init__()
+        self.kind, self.said = kind, said
+        options: dict[str, Any] = {"dim_feedforward": 8, "dropout": 0.0, "batch_first": True}
+        if kind == "whole":
+            self.body: nn.Module = nn.Transformer(8, 2, 1, 1, **options)
+        elif kind == "encoder":
+            self.body = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, **options), 1)
+        else:
+            self.body = nn.TransformerDecoder(nn.TransformerDecoderLayer(8, 2, **options), 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        if self.kind == "encoder":
+            return self.body(x, mask=mask, **self.said)
+        if self.kind == "decoder":
+            return self.body(x, x, tgt_mask=mask, **self.said)
+        return self.body(x, x, src_mask=mask, tgt_mask=mask, **self.said)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "layer"),
+    [
+        ("encoder", ["is_causal"], "TransformerEncoder"),
+        ("decoder", ["tgt_is_causal"], "TransformerDecoder"),
+        ("whole", ["src_is_causal", "tgt_is_causal"], "Transformer"),
+    ],
+)
+def test_a_transformer_that_looks_at_its_mask_is_told_the_argument_that_says_it(
+    kind: str, said: list[str], layer: str
+) -> None:
+    batch = torch.randn(2, 5, 8), torch.randn(2, 5, 8)
+
+    def compared(**options: bool) -> None:
+        torch.manual_seed(0)
+        program = ps.program(Masked(kind, **options), ps.supervised(nn.MSELoss()), ps.optim.sgd(0.1))
+        state = program.init()
+        found = ps.compile_step(program.train_step, backend="aot_eager")(state, batch)
+        assert_trees_close(found[1], program.train_step(state, batch)[1], rtol=1e-5, atol=1e-6)
+
+    for count, name in enumerate(said):  # one after the other
+        with pytest.raises(
+            StepContractError, match=rf"pass {name}=True to nn\.{layer} if it is causal, else {name}=Fa"
+        ):
+            compared(**dict.fromkeys(said[:count], True))
+    compared(**dict.fromkeys(said, True))
+    compared(**dict.fromkeys(said, False))
+
+
+class Graph:
+    """Like the batches of PyTorch Geometric."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._store = [SimpleNamespace(x=x)]
+
+    def to_dict(self) -> dict[str, Tensor]:
+        return {"x": self._store[0].x}
+
+
+def test_an_object_that_no_graph_holds_is_refused_with_a_cure_that_works() -> None:
+    def objective(model: Any, batch: Any) -> ps.Loss:
+        return ps.Loss(model(batch["x"]).square().mean(), 4)
+
+    program = ps.program(nn.Linear(2, 1), objective, ps.optim.sgd(0.1))
+    step, state, batch = (
+        ps.compile_step(program.train_step, backend="aot_eager"),
+        program.init(),
+        Graph(torch.ones(4, 2)),
+    )
+    with pytest.raises(
+        StepContractError, match=r"the batch has a Graph, .*\(cure: make a dict of its tensors .*: batch\.to_dict\(\)"
+    ) as caught:
+        step(state, batch)
+    assert "to_device" not in str(caught.value)
+    step(state, batch.to_dict())

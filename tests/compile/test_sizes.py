@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from typing import Any
 
 import pytest
@@ -152,11 +153,66 @@ def test_layouts_that_the_graph_for_all_sizes_does_not_serve_have_their_own() ->
 
 @pytest.mark.parametrize("shapes", list(itertools.permutations([(1, 4), (3, 4), (2, 4)])), ids=str)
 def test_the_example_of_many_sizes_is_none_that_torch_takes_for_a_constant(shapes: Any) -> None:
-    seen, leaves = [[shape] for shape in shapes[:2]], [torch.ones(shapes[2])]
-    moving = sizes.varying([*seen, sizes.shapes(leaves)])
+    met = [sizes.layouts([torch.ones(shape)]) for shape in shapes]
+    moving = sizes.varying([sizes.shapes_of(each) for each in met])
     assert moving == [(True, False)]
-    found = sizes.example(leaves, seen, moving)
-    assert found is not None
-    assert found[0].shape[0] >= 2
-    assert (found is leaves) == (shapes[2][0] >= 2)
-    assert sizes.example([torch.ones(1, 4)], [[(0, 4)]], moving) is None
+    found = sizes.example(met, moving)
+    assert found is met[2] if shapes[2][0] >= 2 else found is met[1]
+    assert sizes.example([sizes.layouts([torch.ones(1, 4)]), sizes.layouts([torch.ones(0, 4)])], moving) is None
+
+
+# --- the same graphs in the next process ------------------------------------------------------------------------------
+
+
+def chosen(step: Any, state: Any, given: list[Any]) -> tuple[Any, list[bool]]:
+    """Call a step on batches; the last state, and for each batch whether a graph for many sizes served it."""
+    found: list[bool] = []
+    for each in given:
+        state, _ = step(state, each)
+        (last,) = step._last.values()
+        found.append(
+            any(each.graph is last.graph for family in step._graphs._families.values() for each in family.general)
+        )
+    return state, found
+
+
+@pytest.mark.parametrize("cut", [1, 4, 9])
+def test_a_process_that_gets_the_sizes_of_a_run_chooses_its_graphs(cut: int) -> None:
+    given = [batch(rows) for rows in (4, 3, 2, 4, 6, 1, 3, 7, 1, 2, 4, 3)] + [batch(3, 7), batch(4, 6), batch(5)]
+    program = attention()
+    step = ps.compile_step(program.train_step, backend="aot_eager")
+    state, before = chosen(step, program.init(), given[:cut])
+    stored = json.loads(json.dumps(step.batch_sizes))
+    _, expected = chosen(step, state, given[cut:])
+    resumed = ps.compile_step(program.train_step, backend="aot_eager")
+    resumed.batch_sizes = stored
+    assert chosen(resumed, state, given[cut:])[1] == expected
+    assert resumed.batch_sizes == step.batch_sizes
+    without = ps.compile_step(program.train_step, backend="aot_eager")
+    assert chosen(without, state, given[cut:])[1] != expected
+    assert any(before + expected)
+
+
+def test_a_step_that_begins_another_run_forgets_the_sizes_of_the_one_before() -> None:
+    program = attention()
+    step = ps.compile_step(program.train_step, backend="aot_eager")
+    state, found = chosen(step, program.init(), [batch(rows) for rows in (4, 3, 2)])
+    assert found == [False, False, True]
+    step.batch_sizes = {}
+    assert chosen(step, state, [batch(rows) for rows in (2, 5, 4)])[1] == [False, False, True]
+
+
+def test_a_layout_that_is_no_plain_one_comes_back_too() -> None:
+    """A graph for many sizes depends on strides: of slices, of images with channels last."""
+    program = ps.program(nn.Conv2d(3, 2, 3), ps.supervised(nn.MSELoss()), ps.optim.sgd(0.1))
+
+    def images(rows: int) -> tuple[Tensor, Tensor]:
+        x = torch.randn(rows, 3, 6, 6).contiguous(memory_format=torch.channels_last)
+        return x, torch.zeros(rows, 3, 4, 4)[:, :2]
+
+    step = ps.compile_step(program.train_step, backend="aot_eager")
+    state, found = chosen(step, program.init(), [images(rows) for rows in (4, 3, 2, 5)])
+    assert found == [False, False, True, True]
+    resumed = ps.compile_step(program.train_step, backend="aot_eager")
+    resumed.batch_sizes = json.loads(json.dumps(step.batch_sizes))
+    assert chosen(resumed, state, [images(5), images(4)])[1] == [True, False]

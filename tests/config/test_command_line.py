@@ -212,8 +212,8 @@ def test_a_file_holds_the_fields_without_a_default(tmp_path: Path, capsys: pytes
         ('learning_rate = "fast"', r"learning_rate = 'fast': must be a valid number"),
         ("names = 3", r"names = 3: must be a valid list"),
         ('[model]\nnorm = "group"', r"model\.norm = 'group': must be 'batch' or 'layer'"),
-        ("model = 3", r"model = 3 is no table .*cure: \[model\] and its settings below"),
-        ("fit = 3", r"fit = 3 is no table"),
+        ("model = 3", r"model = 3 must be a table .*cure: \[model\] and its settings below"),
+        ("fit = 3", r"fit = 3 must be a table"),
         ("learning_rate = ", r"does not parse"),
     ],
 )
@@ -269,7 +269,7 @@ def test_help_lists_every_field_and_the_file(capsys: pytest.CaptureFixture[str])
 
 
 def test_what_is_no_dataclass_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"is no dataclass .*@dataclass above"):
+    with pytest.raises(ConfigError, match=r"must be a dataclass .*@dataclass above"):
         ps.config.cli(int, [])
 
     @dataclass

@@ -115,7 +115,7 @@ BAD = [
     ({"epochs": 1, "early_stopping": {"x": 2}}, r"has no setting 'x'; the settings.*cure: early_stopping=10"),
     (
         {"epochs": 1, "early_stopping": {"min_delta": 1.0}},
-        r"early_stopping=\{'min_delta': 1\.0\}: has no patience .*'patience': 10, 'min_delta': 1\.0",
+        r"early_stopping=\{'min_delta': 1\.0\}: the mapping has no patience .*'patience': 10, 'min_delta': 1\.0",
     ),
     ({"epochs": 1, "early_stopping": {"patients": 3}}, r"cure: early_stopping=\{'patience': 3\}"),
     ({"epochs": 1, "early_stopping": {"patience": 1, "min_delta": -1}}, r"min_delta=-1 must be"),
@@ -291,8 +291,8 @@ def test_toml_is_read_too(tmp_path: Path):
         ("fit.yaml", "epochs: 3", r"fit\.yaml: the suffix '\.yaml' is unknown \(cure: pass a \.json or \.toml file"),
         ("fit.json", "{epochs: 3}", r"fit\.json: does not parse"),
         ("fit.toml", "epochs =", r"fit\.toml: does not parse"),
-        ("fit.json", "[1]", r"fit\.json: holds a list"),
-        ("fit.json", None, r"fit\.json: cannot be read: No such file"),
+        ("fit.json", "[1]", r"fit\.json: the file holds a list"),
+        ("fit.json", None, r"fit\.json: the file cannot be read: No such file"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named(name: str, text: str | None, message: str, tmp_path: Path):
@@ -597,7 +597,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"check_val_every_n_epoch": 2, "val_check_interval": 1}, r"val_check_interval=1 inside one of 2 epochs"),
     (
         {"check_val_every_n_epoch": None, "val_check_interval": 10, "accumulate_grad_batches": 4},
-        r"val_check_interval=10 batches is no whole number of updates.*cure: val_check_interval=8",
+        r"val_check_interval=10 must be a multiple of.*cure: val_check_interval=8",
     ),
     ({"num_sanity_val_steps": 2}, r"num_sanity_val_steps=2: fit evaluates nothing before training"),
     ({"log_every_n_steps": -1}, r"log_every_n_steps=-1: must be a whole number of at least 0"),

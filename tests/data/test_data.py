@@ -700,7 +700,7 @@ def test_a_position_survives_prefetching():
     batches = feed.epoch(0)
     for _ in range(4):
         next(batches)
-    assert state_json.decode(feed.to_store(0, 2)["state"])["place"] == 2
+    assert state_json.decode(feed.to_store(0, 2)["state"], where="train")["place"] == 2
     with pytest.raises(DataError, match="the state after batch 9 of epoch 1"):
         feed.to_store(0, 9)
 
@@ -810,7 +810,7 @@ def test_an_iterable_dataset_with_a_state_is_resumed_by_it():
     ],
 )
 def test_a_state_survives_json(value: Any):
-    again = state_json.decode(json.loads(json.dumps(state_json.encode(value))))
+    again = state_json.decode(json.loads(json.dumps(state_json.encode(value))), where="train")
     assert str(again) == str(value)
     assert type(again) is type(value)
 
@@ -838,8 +838,8 @@ TENSOR = state_json.encode(torch.ones(2))
     ids=str,
 )
 def test_a_stored_state_that_is_damaged_is_named(value: Any):
-    with pytest.raises(DataError, match="its stored state is damaged"):
-        state_json.decode(value)
+    with pytest.raises(DataError, match="train: the stored state of the loader is damaged"):
+        state_json.decode(value, where="train")
 
 
 def test_a_one_shot_iterator_is_good_for_one_epoch():
@@ -883,10 +883,10 @@ def test_an_empty_loader_without_a_length_is_no_silent_epoch():
 @pytest.mark.parametrize(
     ("loader", "said"),
     [
-        (None, "a NoneType is no loader"),
-        ("train", "a str is no loader"),
-        ({"x": torch.zeros(2)}, "a dict is no loader"),
-        (torch.zeros(3, 2), "a Tensor is no loader"),
+        (None, "the loader is a NoneType"),
+        ("train", "the loader is a str"),
+        ({"x": torch.zeros(2)}, "the loader is a dict"),
+        (torch.zeros(3, 2), "the loader is a Tensor"),
         (Plain(), r"a dataset returns single items.*cure: pass DataLoader\(plain, batch_size=32, shuffle=True\)"),
     ],
 )
@@ -1079,7 +1079,7 @@ def test_a_position_of_the_same_loader_fits_whatever_the_workers():
 def test_a_start_behind_the_end_is_a_mismatch():
     with pytest.raises(Mismatch, match="7 batches of epoch 2 are done, but the loader has only 5 per epoch"):
         open_feed(DataLoader(Plain(10), 2)).epoch(1, 7)
-    with pytest.raises(ConfigError, match="both must be at least 0"):
+    with pytest.raises(ConfigError, match="must be an int of at least 0"):
         open_feed([1]).epoch(0, -1)
 
 

@@ -219,7 +219,7 @@ class TestErrors:
         [
             ((torch.ones(4, 4), torch.zeros(3, dtype=torch.long)), "3 and 4 rows"),
             ((torch.tensor(1.0), 2), "no tensor with rows"),
-            ((torch.ones(0, 4), torch.zeros(0, dtype=torch.long)), "batch: has no rows"),
+            ((torch.ones(0, 4), torch.zeros(0, dtype=torch.long)), "batch: the batch has no rows"),
             ((torch.ones(4, 4).to_sparse(), torch.zeros(4, dtype=torch.long)), "sparse"),
         ],
     )

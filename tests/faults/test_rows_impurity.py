@@ -231,7 +231,9 @@ def test_row_46_a_state_that_changes_later_is_found_within_64_calls(begins: int,
 @pytest.mark.compile
 def test_row_46_a_compiled_step_is_held_to_it_while_its_graph_is_made() -> None:
     step = CHANGES["a dtype"].make()
-    with pytest.raises(StepContractError, match=r"^w: goes in as \[4\] torch.float32 and comes out as \[4\] .*float64"):
+    with pytest.raises(
+        StepContractError, match=r"^w: the leaf goes in as \[4\] torch.float32 and comes out as \[4\] .*float64"
+    ):
         train(step, compile=AOT, check_every=None)
 
 

@@ -164,7 +164,7 @@ def test_row_49_a_subclass_is_refused_where_there_are_snapshots(tmp_path: Path) 
 @pytest.mark.row("F49")
 def test_row_49_a_leaf_on_meta_has_no_values() -> None:
     state = {"w": torch.ones(1, device="meta"), "x": torch.ones(2, device="meta")}
-    refused(StateError, "^w: is on the meta device and has no values", lambda: trained(state))
+    refused(StateError, "^w: the tensor is on the meta device and has no values", lambda: trained(state))
 
 
 def test_row_49_fails_where_tensors_are_taken_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,6 +105,10 @@ CASES: dict[str, Case] = {
     "norm clip": Case(lambda: mlp(optim.chain(optim.clip_by_global_norm(0.1), optim.sgd(0.1))), exact=False),
     "agc": Case(lambda: mlp(optim.chain(optim.adaptive_grad_clip(0.1), optim.sgd(0.1)))),
     "ema": Case(lambda: mlp(optim.adam(0.1), ema=ema.average(0.99, warmup=True)), on_the_tree=True),
+    "ema of the initial weights": Case(
+        lambda: mlp(optim.adam(0.1), ema=ema.average(0.9, initial=True)), on_the_tree=True
+    ),
+    "ema of every second update": Case(lambda: mlp(optim.adam(0.1), ema=ema.average(0.9, every=2)), on_the_tree=True),
     "swa": Case(lambda: mlp(optim.adam(0.1), ema=ema.swa(2)), on_the_tree=True),
     "sam": Case(lambda: mlp(optim.adam(1e-2), sam=ps.Sam(0.1, adaptive=True)), exact=False),
     "ema of buffers": Case(lambda: convnet(ema=ema.average(0.9, buffers="average")), images),
@@ -301,6 +305,8 @@ def test_eager_compiled_donated_and_packed_steps_agree(name: str) -> None:
     case = CASES[name]
     program = case.program()
     steps = forms(program, on_the_tree=case.on_the_tree)
+    if name in OPTIMIZERS:
+        del steps["compiled"]  # the packed graph between two copies, whatever the optimizer
 
     @settings(few, max_examples=2)
     @given(seed=seeds, count=st.integers(4, 6))

@@ -152,7 +152,7 @@ def test_fit_needs_a_program() -> None:
     program = mlp()
     refused(ConfigError, r"no program was given.*ps.program\(model", lambda: fit(program.init(), batches(1), epochs=1))
     for other in (tiny_mlp(), program.train_step, 3):
-        refused(ConfigError, r"is no program.*ps.Program\(train_step\)", lambda o=other: fit({}, [], o, epochs=1))
+        refused(ConfigError, r"not a Program.*ps.Program\(train_step\)", lambda o=other: fit({}, [], o, epochs=1))
 
 
 def test_what_an_eval_step_must_return() -> None:

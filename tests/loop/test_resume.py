@@ -524,3 +524,47 @@ def test_a_scheduled_hyperparameter_and_a_value_set_by_a_callback_are_no_other_c
     assert found == [(0.01, False)]
     again = stages(tmp_path / "2", injecting(0.1), injecting(0.1), caplog=caplog)
     assert again[-1] == (0.01, False)
+
+
+def many_sizes(directory: Path | None, *, stop: int = 0, **fields: Any) -> Any:
+    """A run over batches of many sizes, interrupted after an update if ``stop`` is not 0."""
+    torch.manual_seed(0)
+    train = [(torch.randn(n, 32), torch.randn(n, 1)) for n in (64, 96, 80, 40)]
+    net = nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 1))
+    made = ps.program(net, ps.supervised(nn.MSELoss()), optim.adamw(1e-2))
+
+    def stops(event: events.Event) -> None:
+        if isinstance(event, events.StepEnd) and int(event.state.step) == stop:
+            raise KeyboardInterrupt
+
+    return fit(
+        made.init(), {"train": train, "val": train}, made, epochs=2, snapshots=directory, callbacks=[stops], **fields
+    )
+
+
+@pytest.mark.compile
+def test_the_sizes_of_a_compiled_run_are_in_its_snapshots(tmp_path: Path) -> None:
+    """Which graph serves a size follows from the sizes that the run has met, not from those of the process."""
+    fields: dict[str, Any] = {"compile": {"backend": "aot_eager"}}
+
+    def stored(directory: Path) -> Any:
+        with ps.Snapshots(directory, writer=False) as snapshots:
+            return snapshots.restore(many_sizes(None, stop=0, **fields).state).loop["sizes"]
+
+    with pytest.raises(KeyboardInterrupt):
+        many_sizes(tmp_path / "cut", stop=3, **fields)
+    many_sizes(tmp_path / "cut", **fields)
+    many_sizes(tmp_path / "whole", **fields)
+    assert stored(tmp_path / "cut") == stored(tmp_path / "whole")
+    ((kind, met),) = stored(tmp_path / "cut")[0]["train_step"].items()
+    assert (kind, [batch[0][0][0] for batch in met]) == ("float32 2, float32 2", [64, 96, 80])
+
+
+@pytest.mark.optimized
+@pytest.mark.slow
+@pytest.mark.compile
+def test_a_compiled_run_with_batches_of_many_sizes_is_resumed(tmp_path: Path) -> None:
+    """A graph for many sizes rounds otherwise than that of one size."""
+    with pytest.raises(KeyboardInterrupt):
+        many_sizes(tmp_path, stop=3, compile=True)
+    same(many_sizes(tmp_path, compile=True), many_sizes(None, compile=True))

@@ -108,11 +108,15 @@ def test_as_mean(value: Any, weight: Any, total: float):
     assert_trees_close(found, mean(total, float(weight)), exact=True)
 
 
-def test_as_mean_has_no_graph_and_is_float32():
-    leaf = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
+@pytest.mark.parametrize(
+    ("dtype", "kept"),
+    [(torch.float64, torch.float64), (torch.float32, torch.float32), (torch.bfloat16, torch.float32)],
+)
+def test_as_mean_has_no_graph_and_at_least_float32(dtype: torch.dtype, kept: torch.dtype):
+    leaf = torch.tensor(1.0, dtype=dtype, requires_grad=True)
     found = metrics.as_mean(leaf * 2, 3)
     assert not found.total.requires_grad
-    assert found.total.dtype == found.weight.dtype == torch.float32
+    assert found.total.dtype == found.weight.dtype == kept
     assert metrics.as_mean(torch.tensor([1.0, 2.0]), 2).total.tolist() == [2.0, 4.0]
 
 
@@ -267,7 +271,7 @@ def test_f1_averaged_over_batches_is_another_number():
         (lambda: metrics.accuracy(LOGITS, TARGETS.float()), StepContractError, r"float32.* and class indices"),
         (lambda: metrics.accuracy(LOGITS, TARGETS, threshold=0.0), StepContractError, r"needs one output per target"),
         (lambda: metrics.accuracy(LOGITS, TARGETS, shift=True), StepContractError, r"shift=True needs logits \[N, T"),
-        (lambda: metrics.accuracy(LOGITS, TARGETS, k=4), ConfigError, r"metrics\.accuracy: k=4 of 3 classes"),
+        (lambda: metrics.accuracy(LOGITS, TARGETS, k=4), ConfigError, r"metrics\.accuracy: k=4 must be in \[1, 3\]"),
         (lambda: metrics.f1(LOGITS, TARGETS), ConfigError, r"average=\"binary\" with 3 classes.*average=\"macro\""),
         (lambda: metrics.f1(LOGITS, TARGETS, average="mean"), ConfigError, r"average='mean'"),  # pyright: ignore[reportArgumentType]  # the point of the test
     ],

@@ -238,8 +238,8 @@ def test_a_bootstrap_leaves_the_callers_random_numbers_alone():
     [
         (cl.MulticlassF1Score(3), r'is a MulticlassF1Score, not a dict \(cure: metrics=\{"accuracy": ps\.metrics\.acc'),
         (metrics.accuracy, r'metrics is a function, not a dict \(cure: metrics=\{"accuracy": ps\.metrics\.accuracy\}'),
-        ({"f1": cl.MulticlassF1Score}, r"metrics/f1: is a MulticlassF1Score.*cure: MulticlassF1Score\(\)"),
-        ({"f1": 3}, "metrics/f1: is a int"),
+        ({"f1": cl.MulticlassF1Score}, r"metrics/f1: the metric is a MulticlassF1Score.*cure: MulticlassF1Score\(\)"),
+        ({"f1": 3}, "metrics/f1: the metric is a int"),
         ([cl.MulticlassF1Score(3)], "metrics is a list"),
         ({"a": tm.MetricCollection({"b": tm.MeanSquaredError()}), "a_b": tm.MeanSquaredError()}, "metrics/a_b: two"),
     ],

@@ -810,9 +810,9 @@ class TestBound:
         ):
             with pytest.raises(AttributeError, match=f"no attribute '{name}' .cure: {cure}"):
                 getattr(bound, name)
-        with pytest.raises(StepContractError, match="aux: is a Tensor, not a method .cure: add a method"):
+        with pytest.raises(StepContractError, match="aux: the attribute is a Tensor, not a method .cure: add a method"):
             bound.call("aux")
-        with pytest.raises(StepContractError, match="parameters: returned a generator .cure: model.params"):
+        with pytest.raises(StepContractError, match="parameters: the method returned a generator .cure: model.params"):
             bound.call("parameters")
 
     def test_it_shows_weights_mode_and_the_hollow_module(self):
@@ -881,10 +881,9 @@ class TestWhatCannotBeTrained:
         [
             (nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False), "torch.int64.*register_buffer"),
             (nn.Parameter(torch.ones(2, dtype=torch.bool), requires_grad=False), "torch.bool.*register_buffer"),
-            (nn.Parameter(torch.ones(2, dtype=torch.complex64)), "torch.complex64.*cure: .*view_as_complex"),
             (nn.parameter.UninitializedParameter(), r"is lazy and has no shape yet \(cure: run one forward pass"),
         ],
-        ids=["integer", "bool", "complex", "lazy"],
+        ids=["integer", "bool", "lazy"],
     )
     def test_parameters_are_named(self, parameter: nn.Parameter, message: str):
         net = nn.Sequential(nn.Linear(4, 3))
@@ -943,9 +942,7 @@ class TestWhatCannotBeTrained:
         with warnings.catch_warnings(action="ignore"):
             layer = utility(nn.Linear(4, 3))
         layer(torch.ones(1, 4))  # spectral_norm replaces the weight here
-        with pytest.raises(
-            StateError, match=rf"^1\.weight: .* of Linear that cannot be copied: .*cure: .*{cure}"
-        ) as caught:
+        with pytest.raises(StateError, match=rf"^1\.weight: .* of Linear cannot be copied: .*cure: .*{cure}") as caught:
             program(nn.Sequential(nn.Linear(4, 4), layer))
         assert caught.value.__cause__ is not None
 
@@ -968,9 +965,9 @@ class TestWhatCannotBeTrained:
         holder = Holder(make())
         net = nn.Sequential(nn.Linear(2, 2), holder)
         net.blocks = [holder]  # which is not at fault
-        with pytest.raises(StateError, match=rf"^1\.held: is an attribute of Holder that cannot be copied: {message}"):
+        with pytest.raises(StateError, match=rf"^1\.held: the attribute of Holder cannot be copied: {message}"):
             functional_.template(net)
-        with pytest.raises(StateError, match=r"^held: is an attribute of Holder"):
+        with pytest.raises(StateError, match=r"^held: the attribute of Holder"):
             functional_.template(holder)
         if hasattr(holder.held, "close"):
             holder.held.close()
@@ -992,7 +989,7 @@ class TestWhatCannotBeTrained:
             def __deepcopy__(self, memo: Any) -> Single:
                 raise RuntimeError("only one may exist")
 
-        with pytest.raises(StateError, match=r"^1: cannot be copied: only one may exist"):
+        with pytest.raises(StateError, match=r"^1: the module cannot be copied: only one may exist"):
             functional_.template(nn.Sequential(nn.Linear(2, 2), Single()))
 
     @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
@@ -1001,7 +998,7 @@ class TestWhatCannotBeTrained:
             def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
                 return (torch.nn.functional.linear(outputs, self.weight) - targets).square().mean()
 
-        message = r"^{}: is a module of torch\.jit\.script.*\(cure: pass the plain nn\.Module"
+        message = r"^{}: the model is a module of torch\.jit\.script.*\(cure: pass the plain nn\.Module"
         with pytest.raises(StateError, match=message.format("model")):
             program(torch.jit.script(nn.Linear(2, 2)))
         with pytest.raises(StateError, match=message.format("objective")):
@@ -1031,7 +1028,9 @@ class TestWhatCannotBeTrained:
                 self.inner = nn.Linear(2, 2)
                 self.heads = {"a": [self.inner.weight]}
 
-        with pytest.raises(StateError, match=r"heads: refers to a weight that is registered too \(cure: use a method"):
+        with pytest.raises(
+            StateError, match=r"heads: the attribute refers to a weight that is registered too \(cure: use a method"
+        ):
             functional_.template(Net())
 
     @pytest.mark.parametrize("kind", ["a hook", "a partial", "a default", "a bound method of another copy"])
@@ -1051,7 +1050,7 @@ class TestWhatCannotBeTrained:
         if kind == "a partial":  # which a copy is made of, with its copy of the adapter
             functional_.template(net)
             return
-        with pytest.raises(StateError, match=r"0\._forward_hooks: refers to the original module"):
+        with pytest.raises(StateError, match=r"0\._forward_hooks: the attribute refers to the original module"):
             functional_.template(net)
 
     def test_functions_that_use_something_else_are_taken(self):
@@ -1064,7 +1063,9 @@ class TestWhatCannotBeTrained:
     def test_a_hook_on_a_gradient_is_named(self):
         net = nn.Linear(2, 2)
         net.weight.register_hook(lambda grad: grad * 0)
-        with pytest.raises(StateError, match=r"weight: has a hook on its gradient.*cure: .* optim\.masked"):
+        with pytest.raises(
+            StateError, match=r"weight: the parameter has a hook on its gradient.*cure: .* optim\.masked"
+        ):
             functional_.template(net)
         net.weight.requires_grad_(False)
         functional_.template(net)  # which no gradient reaches
@@ -1082,7 +1083,7 @@ class TestWhatCannotBeTrained:
         inside.register_buffer("whole", torch.zeros(10))
         inside.register_buffer("start", inside.whole[1:2])  # between the two in memory
         inside.bias.data = inside.whole[2:4]
-        with pytest.raises(StateError, match=r"bias: shares memory with whole"):
+        with pytest.raises(StateError, match=r"bias: the tensor shares memory with whole"):
             functional_.template(inside)
         apart = nn.Linear(2, 2)
         whole = torch.zeros(10)
@@ -1091,7 +1092,7 @@ class TestWhatCannotBeTrained:
         functional_.template(apart)  # side by side, as an LSTM's weights lie on a GPU
         columns, matrix = nn.Linear(2, 2), torch.zeros(3, 4)
         columns.a, columns.b = nn.Parameter(matrix[:, :2]), nn.Parameter(matrix[:, 2:])
-        with pytest.raises(StateError, match=r"b: shares memory with a.*register x\.clone\(\) for columns"):
+        with pytest.raises(StateError, match=r"b: the tensor shares memory with a.*register x\.clone\(\) for columns"):
             functional_.template(columns)  # between each other
         columns.a, columns.b = nn.Parameter(columns.a.data.clone()), nn.Parameter(columns.b.data.clone())
         functional_.template(columns)

@@ -167,9 +167,9 @@ def test_a_setting_of_somebody_elses_criterion_is_not_taken_for_what_it_returns(
 @pytest.mark.parametrize(
     ("metric", "found"),
     [
-        (lambda o, y: ((o.argmax(1) == y).float(), 16), r"total of shape \[16\] and a weight of shape \[\]"),
-        (lambda o, y: ps.Mean(o.sum(), torch.ones(16)), r"total of shape \[\] and a weight of shape \[16\]"),
-        (lambda o, y: (torch.ones(2, 3), torch.ones(2, 3)), r"total of shape \[2, 3\] and a weight"),
+        (lambda o, y: ((o.argmax(1) == y).float(), 16), r"total \[16\] and a weight \[\]"),
+        (lambda o, y: ps.Mean(o.sum(), torch.ones(16)), r"total \[\] and a weight \[16\]"),
+        (lambda o, y: (torch.ones(2, 3), torch.ones(2, 3)), r"total \[2, 3\] and a weight"),
     ],
     ids=["rows over a number", "a number over rows", "matrices"],
 )
@@ -271,7 +271,7 @@ class TestBatches:
 
     @pytest.mark.parametrize("targets", ["text", None, 3, [], {}])
     def test_examples_that_cannot_be_counted(self, targets: Any):
-        with pytest.raises(DataError, match="targets: cannot count the examples of a"):
+        with pytest.raises(DataError, match="targets: purestep cannot count the examples of a"):
             ps.supervised(lambda o, t: o.sum())(identity, (X, targets))
 
     def test_examples_of_nested_targets_are_counted_on_the_first(self):

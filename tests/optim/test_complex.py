@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import optimizers
 import pytest
 import torch
 from helpers import assert_trees_close
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import purestep as ps
 from purestep import optim
+from purestep.compile.cpu import backend
 from purestep.errors import ConfigError
 
 T = torch.optim
@@ -233,6 +235,10 @@ def test_a_compiled_step_is_the_eager_one() -> None:
     assert_trees_close(ps.clone(state).ema.params, expected.ema.params, rtol=1e-9, atol=1e-12)
 
 
+def test_the_plug_in_leaves_them_to_torch() -> None:
+    assert not backend.suits([torch.zeros(2), torch.zeros(2, dtype=torch.complex64)])
+
+
 def test_derivatives_other_than_a_steps_are_refused() -> None:
     program = ps.program(Filter(), MSE, optim.adam(0.01))
     with pytest.raises(ConfigError, match=r"per_example.*complex parameters: modes"):
@@ -247,3 +253,10 @@ def test_the_members_of_an_ensemble_are_those_of_single_steps() -> None:
     state, _ = both.train_step(both.init(seeds=[0, 1]), data())
     expected, _ = program.train_step(program.init(), data())
     assert_trees_close(ps.member(state, 1).params, expected.params, rtol=1e-9, atol=1e-12)
+
+
+def test_each_optimizer_is_compared_with_torch_or_refuses() -> None:
+    linear = {"lookahead"}  # mixes the weights of its inner optimizer
+    for name in optimizers.ROWS.keys() - DEFINED.keys() - linear:
+        with pytest.raises(ConfigError, match="complex parameters: w is one"):
+            optimizers.ROWS[name]().init({"w": torch.zeros(4, 3, dtype=torch.complex64)})

@@ -51,7 +51,10 @@ def test_a_history_without_tensors(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("column", [["a", 1, 2], [1, 2], [True, 1, 2], [2**53 + 1, 1, 2]])
 def test_what_is_no_column_of_numbers_is_refused(tmp_path: Path, column: list[Any]) -> None:
-    with Snapshots(tmp_path) as snapshots, pytest.raises(SnapshotError, match="history/more: is no column of numbers"):
+    with (
+        Snapshots(tmp_path) as snapshots,
+        pytest.raises(SnapshotError, match="history/more: the column must hold numbers"),
+    ):
         snapshots.save(1, STATE, history=HISTORY | {"more": column})
 
 

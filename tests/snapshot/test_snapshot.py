@@ -7,6 +7,7 @@ import math
 import re
 import sys
 import weakref
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -238,7 +239,7 @@ def test_two_leaves_with_one_path(tmp_path):
     ("kwargs", "text"),
     [
         ({"loop": {"x": [torch.zeros(1)]}}, r"loop/x/0: a Tensor cannot be stored in JSON"),
-        ({"meta": {1: 2}}, r"meta: the key 1 is no text"),
+        ({"meta": {1: 2}}, r"meta: the key 1 must be text"),
         ({"metrics": {"loss": "high"}}, r"metrics: loss is a str, not a number"),
     ],
 )
@@ -278,6 +279,26 @@ def test_a_directory_that_is_no_path(tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(errors.ConfigError, match=r"Snapshots: directory=.* is not a path \(cure: pass .*runs/name"):
         Snapshots(path)
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/run", "gs://bucket/run", "file:///runs/a", Path("s3://bucket/run")])
+def test_a_url_is_refused_and_nothing_is_written(tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    program = ps.program(nn.Linear(2, 1), ps.supervised(nn.MSELoss()), ps.optim.sgd(0.1))
+    batches, state = [(torch.ones(2, 2), torch.ones(2, 1))], program.init()
+    for call in (
+        lambda: Snapshots(path),
+        lambda: ps.fit(state, batches, program, epochs=1, snapshots=path, progress=False),
+        lambda: ps.fit(state, batches, program, epochs=1, snapshots="runs", resume=str(path), progress=False),
+        lambda: ps.export_weights(path, program, state),
+        lambda: ps.sinks.csv(path),
+        lambda: ps.sinks.jsonl(path),
+        lambda: ps.sinks.history_json(path),
+        lambda: ps.sinks.tensorboard(path),
+    ):
+        with pytest.raises(errors.ConfigError, match=r"is a URL, .*\(cure: pass a local directory"):
+            call()
+    assert {entry.name for entry in tmp_path.iterdir()} <= {"runs"}
 
 
 def test_fit_with_an_empty_path_writes_nothing(tmp_path, monkeypatch):

@@ -233,7 +233,8 @@ def test_objects_have_one_graph_a_size() -> None:
 def test_an_object_of_another_class_is_refused_with_the_cure(make: Any) -> None:
     kind = make.__name__
     told = (
-        rf"is a {kind}, an object that holds tensors, .*\(cure: make a dict of its tensors in the loader's collate_fn"
+        rf"the leaf is a {kind}, an object that holds tensors, .*"
+        r"\(cure: make a dict of its tensors in the loader's collate_fn"
     )
     program, batch = linear(), batches(make)[0]
     state = program.init()
@@ -248,7 +249,7 @@ def test_an_object_of_another_class_is_refused_with_the_cure(make: Any) -> None:
 def test_one_is_refused_whatever_was_seen_before() -> None:
     """A batch decides by its class: neither another batch nor the other attributes change it."""
     for _ in range(2):
-        with pytest.raises(DataError, match=r"^batch/0: is a Plain"):
+        with pytest.raises(DataError, match=r"^batch/0: the leaf is a Plain"):
             tree.dicts([Plain(torch.ones(1), object())])
         assert tree.leaves(tree.dicts(Data(1, "text"))) == [1, "text"]
         assert tree.dicts(Plain(1, "no tensor")).x == 1

@@ -473,7 +473,7 @@ def test_settings_that_do_not_fit():
         (ConfigError, "seeds is 3 values for 2 members", lambda: several.init(seeds=[1, 2, 3])),
         (ConfigError, r"vary\['learning_rate'\] is 1 values", lambda: several.init(vary={"learning_rate": [1.0]})),
         (ConfigError, "b1 is not a leaf", lambda: several.init(vary={"b1": [0.5, 0.6]})),
-        (ConfigError, "model 1 is no model of the program", lambda: several.init(models=[factory(), convnet()])),
+        (ConfigError, "model 1 does not fit the program", lambda: several.init(models=[factory(), convnet()])),
         (ConfigError, "model 0 is a NoneType", lambda: several.init(factory=lambda: None)),  # type: ignore[arg-type]
         (ConfigError, "model 1 is a NoneType", lambda: several.init(models=[factory(), None])),  # type: ignore[list-item]
         (ConfigError, "factory is a Sequential", lambda: several.init(factory=factory())),
@@ -520,7 +520,7 @@ def test_settings_that_do_not_fit():
             "batch/0: is shape .* without a leading",
             lambda: ps.ensemble(program, 2, batches="own").train_step(state, batch(0)),
         ),
-        (StateError, "no floating tensor", lambda: ps.mean_and_std(torch.ones(2, dtype=torch.int64))),
+        (StateError, "not a floating tensor", lambda: ps.mean_and_std(torch.ones(2, dtype=torch.int64))),
     ]
     for kind, told, call in refused:
         with pytest.raises(kind, match=told):

@@ -202,9 +202,9 @@ def wrong(handed_out: Any) -> Any:
 @pytest.mark.parametrize(
     ("handed_out", "text"),
     [
-        (torch.ones(2), "outputs: are a Tensor, not a mapping"),
-        ({"count": 3}, "outputs/count: is a int, not a tensor.*metric"),
-        ({"names": ["a"]}, "outputs/names/0: is a str"),
+        (torch.ones(2), "outputs: the outputs are a Tensor, not a mapping"),
+        ({"count": 3}, "outputs/count: the output is a int, not a tensor.*metric"),
+        ({"names": ["a"]}, "outputs/names/0: the output is a str"),
     ],
 )
 def test_what_is_no_tensor_is_refused(handed_out: Any, text: str) -> None:

@@ -129,10 +129,12 @@ class TestInit:
         assert {leaf.device.type for path, leaf in tree.with_paths(chosen.init(device="meta"))} == {"meta", "cpu"}
 
     def test_a_module_on_meta_has_nothing_to_start_from(self):
-        with pytest.raises(StateError, match=r"weight: is on the meta device and has no values \(cure: load weights"):
+        with pytest.raises(
+            StateError, match=r"weight: the tensor is on the meta device and has no values \(cure: load weights"
+        ):
             program(nn.Linear(4, 3, device="meta")).init(device="cpu")
         for precision in ("32-true", "bf16-mixed"):
-            with pytest.raises(StateError, match="weight: is on the meta device"):
+            with pytest.raises(StateError, match="weight: the tensor is on the meta device"):
                 program(nn.Linear(4, 3, device="meta"), precision=precision).init()
 
     def test_a_module_on_two_devices_needs_to_be_told(self):
@@ -833,8 +835,11 @@ class TestSplittingABatch:
         [
             ((torch.ones(4, 4), torch.ones(5)), r"4 rows in 0 and 5 rows in 1; 3 micro-batches need.*context"),
             ((torch.ones(4, 4), {"a": np.ones(2)}), r"4 rows in 0 and 2 rows in 1/a; 3 micro-batches"),
-            ((torch.ones(2, 4), torch.ones(2)), r"has 2 rows, too few for 3 micro-batches .cure: set drop_last=True"),
-            ((), r"holds no tensor to split into 3 micro-batches \(cure: set microbatches=1"),
+            (
+                (torch.ones(2, 4), torch.ones(2)),
+                r"the batch has 2 rows, too few for 3 micro-batches .cure: set drop_last=True",
+            ),
+            ((), r"the batch holds no tensor to split into 3 micro-batches \(cure: set microbatches=1"),
         ],
     )
     def test_what_cannot_be_split_is_an_error(self, batch: Any, found: str):
@@ -1028,20 +1033,20 @@ BROKEN = {
     "detached": (loss_of(lambda y: L(y.sum().detach(), 1, {})), "does not depend on the parameters.*remove .detach"),
     "constant": (loss_of(lambda y: L(torch.ones(()), 1, {})), "does not depend on the parameters"),
     "meta": (loss_of(lambda y: L(y.sum().to("meta"), 1, {})), "the loss is on meta, the state on cpu.*ps.to_device"),
-    "tensor alone": (loss_of(lambda y: y.sum()), r"objective: returned a Tensor, not a Loss \(cure: return ps.Loss"),
+    "tensor alone": (loss_of(lambda y: y.sum()), r"the objective returned a Tensor, not a Loss \(cure: return ps.L"),
     "tuple": (loss_of(lambda y: (y.sum(), 1, {})), "returned a tuple, not a Loss"),
     "nothing": (loss_of(lambda y: None), "returned a NoneType, not a Loss"),
     "weight vector": (loss_of(lambda y: L(y.sum(), torch.ones(3), {})), r"the weight of the loss is of shape \[3\]"),
     "weight negative": (loss_of(lambda y: L(y.sum(), -1.0, {})), "the weight of the loss is -1.0 .*multiply `mean`"),
     "weight None": (loss_of(lambda y: L(y.sum(), None, {})), "the weight of the loss is a NoneType; a scalar is"),
     "weight complex": (loss_of(lambda y: L(y.sum(), torch.ones(()) * 1j, {})), "the weight of the loss is"),
-    "metrics None": (loss_of(lambda y: L(y.sum(), 1, None)), r"metrics: is a NoneType, not a Mean .cure: pass ps"),
-    "metric float": (loss_of(lambda y: L(y.sum(), 1, {"a": 1.0})), "metrics/a: is a float, not a Mean"),
+    "metrics None": (loss_of(lambda y: L(y.sum(), 1, None)), r"metrics: the metric is a NoneType, not a Mean .cure"),
+    "metric float": (loss_of(lambda y: L(y.sum(), 1, {"a": 1.0})), "metrics/a: the metric is a float, not a Mean"),
     "metric named loss": (
         loss_of(lambda y: L(y.sum(), 1, {"loss": ps.Mean(y.sum(), y.sum())})),
         r"metrics/loss: the step itself has a metric of this name \(cure: choose another name\)",
     ),
-    "metric tensor": (loss_of(lambda y: L(y.sum(), 1, {"a": y.sum()})), "metrics/a: is a Tensor, not a Mean"),
+    "metric tensor": (loss_of(lambda y: L(y.sum(), 1, {"a": y.sum()})), "metrics/a: the metric is a Tensor, not"),
 }  # fmt: skip
 
 
@@ -1084,7 +1089,9 @@ class TestContract:
     def test_a_batch_on_another_device_is_named(self, place: int, path: str):
         batch = list(vector_batch())
         batch[place] = batch[place].to("meta")
-        with pytest.raises(DataError, match=rf"{path}: is not on cpu, where the state is .cure: call batch = ps"):
+        with pytest.raises(
+            DataError, match=rf"{path}: the tensor is not on cpu, where the state is .cure: call batch = ps"
+        ):
             program().train_step(init(program()), tuple(batch))
 
     def test_errors_of_the_model_are_its_own(self):
@@ -1105,7 +1112,7 @@ class TestContract:
 
     def test_a_metric_of_something_else_is_named(self):
         chosen = program(objective=loss_of(lambda y: L(y.mean(), 4, {"found": ps.Mean(y.mean(), None)})))  # type: ignore[arg-type]
-        with pytest.raises(StepContractError, match="metrics/found: is a Mean of a NoneType"):
+        with pytest.raises(StepContractError, match="metrics/found: the metric is a Mean of a NoneType"):
             chosen.train_step(init(chosen), vector_batch())
 
     @pytest.mark.parametrize("part", [torch.tensor(3), torch.tensor([3.0, 3.0])])
@@ -1671,3 +1678,112 @@ def test_a_graph_names_the_cure_for_a_derivative_by_the_batch():
             results.append(step(init(chosen), x))
     for other in results[1:]:
         assert_trees_close(other, results[0])
+
+
+class Agent(nn.Module):
+    """A module whose methods are its interface: it has no forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(2, 3), nn.Linear(3, 1)
+
+    def value(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        return scale * self.head(self.body(x))
+
+
+def valued(model: Any, x: Tensor) -> ps.Loss:
+    return ps.Loss(model.call("value", x).mean(), len(x))
+
+
+def test_a_bound_model_calls_other_methods_and_submodules() -> None:
+    chosen = ps.program(Agent(), valued, ps.optim.sgd(0.1), ema=0.5)
+    state, x = chosen.init(), torch.ones(4, 2)
+    for _ in range(3):
+        state, _ = chosen.train_step(state, x)
+    for view in ("params", "ema"):
+        twin = Agent()
+        ps.load_into(twin, state, view=view)
+        predict = chosen.bind(state, view=view)
+        assert torch.equal(predict.call("value", x, scale=2.0), twin.value(x, scale=2.0))
+        assert torch.equal(predict.call("body", x), twin.body(x))
+    followed = state._replace(params={name: weight.clone().requires_grad_() for name, weight in state.params.items()})
+    assert chosen.bind(followed, train=True).call("value", x).requires_grad
+    assert not chosen.bind(followed).call("value", x).requires_grad
+
+
+def test_a_module_without_forward_is_said_with_its_cure() -> None:
+    chosen = ps.program(Agent(), valued, ps.optim.sgd(0.1))
+    with pytest.raises(StepContractError, match=r"Agent: the module defines no forward .*\.call\(\"encode\", x\)"):
+        chosen.bind(chosen.init())(torch.ones(1, 2))
+    with pytest.raises(StepContractError, match="Agent: the module defines no forward"):
+        ps.program(Agent(), lambda model, x: ps.Loss(model(x).mean(), 1), ps.optim.sgd(0.1)).train_step(
+            chosen.init(), torch.ones(1, 2)
+        )
+
+
+# --- float64 ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("precision", ["64-true", "32-true"])
+def test_metrics_have_the_dtype_of_the_loss(precision: str, accumulate: int) -> None:
+    wide = precision == "64-true"
+    dtype = torch.float64 if wide else torch.float32
+    net = nn.Linear(3, 1).to(dtype)
+    objective = ps.supervised(
+        nn.MSELoss(),
+        metrics={
+            "mae": ps.metrics.mean_absolute_error,
+            "own": lambda o, y: (o - y).square().mean(),
+            "pair": lambda o, y: ((o - y).square().sum(), o.numel()),
+            "mean": lambda o, y: ps.metrics.as_mean((o - y).square().mean(), len(y)),
+        },
+    )
+    chosen = ps.program(net, objective, ps.optim.sgd(0.1), precision=precision, accumulate=accumulate)
+    batch = torch.rand(7, 3, dtype=dtype), torch.rand(7, 1, dtype=dtype)
+    state, expected = chosen.init(), functional.mse_loss(net(batch[0]), batch[1]).item()
+    compiled = ps.compile_program(chosen, backend="aot_eager")
+    for each in (chosen, compiled):
+        new, trained = each.train_step(state, batch)
+        assert each.eval_step is not None
+        evaluated = each.eval_step(state, batch)
+        for metrics in (trained, evaluated, each.flush(new)[1]):
+            assert {part.dtype for mean in metrics.values() for part in mean} <= {dtype}
+        for metrics in (trained, evaluated):
+            for name in ("loss", "own", "pair", "mean"):
+                assert abs(float(metrics[name]) - expected) < (1e-15 if wide else 1e-6)
+    _, epoch = ps.run_epoch(state, [batch], chosen.train_step)
+    assert epoch["loss"].total.dtype == dtype
+    if wide:
+        assert abs(float(epoch["loss"]) - expected) < 1e-15
+        assert abs(ps.evaluate(state, [batch], chosen.eval_step)["own"] - expected) < 1e-15
+
+
+# --- derivatives by the inputs ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_an_evaluation_of_a_derivative_by_the_inputs_names_its_cure(is_compiled: bool) -> None:
+    def residual(model: Any, x: Tensor) -> ps.Loss:
+        x = x.detach().requires_grad_()
+        y = model(x)
+        (slope,) = torch.autograd.grad(y, x, torch.ones_like(y), create_graph=True)
+        return ps.Loss((slope - y).square().mean(), len(x))
+
+    def enabled(model: Any, x: Tensor) -> ps.Loss:
+        with torch.enable_grad():
+            return residual(model, x)
+
+    net, x = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)), torch.rand(8, 1)
+
+    def evaluated(objective: Any) -> float:
+        chosen = ps.program(net, objective, ps.optim.sgd(0.1))
+        chosen = ps.compile_program(chosen, backend="aot_eager") if is_compiled else chosen
+        assert chosen.init is not None
+        assert chosen.eval_step is not None
+        return float(chosen.eval_step(chosen.init(), x)["loss"])
+
+    with pytest.raises(StepContractError, match=r"follows no gradients .*with torch\.enable_grad\(\):"):
+        evaluated(residual)
+    expected = float(ps.program(net, residual, ps.optim.sgd(0.1)).train_step(program(net).init(), x)[1]["loss"])
+    assert abs(evaluated(enabled) - expected) < 1e-6

@@ -138,7 +138,7 @@ def test_a_disk_that_is_full(tmp_path, suffix):
 
 @pytest.mark.parametrize("name", ["weights", "weights.bin", "weights.ckpt"])
 def test_another_suffix(tmp_path, name):
-    with pytest.raises(errors.ConfigError, match=r"is no format \(cure: use the suffix \.safetensors or \.pt\)"):
+    with pytest.raises(errors.ConfigError, match=r"names no format \(cure: use the suffix \.safetensors or \.pt\)"):
         export_weights(tmp_path / name, *made(nn.Linear(1, 1)))
 
 

@@ -118,16 +118,18 @@ def _rows(leaves: list[Any], device: torch.device) -> tuple[list[Any], int]:
     for leaf in found:
         if not tensor_layout.is_dense(leaf):
             raise DataError(
-                f"holds a {tensor_layout.layout_name(leaf)} tensor, which torch.func.vmap does not map",
+                f"the batch holds a {tensor_layout.layout_name(leaf)} tensor, which torch.func.vmap does not map",
                 where="batch",
                 hint="call x.to_dense(), or pad the tensor in the loader",
             )
     sizes = sorted({leaf.shape[0] for leaf in found})
     if not sizes:
-        raise DataError("has no tensor with rows", where="batch", hint="pass tensors with one row for each example")
+        raise DataError(
+            "the batch has no tensor with rows", where="batch", hint="pass tensors with one row for each example"
+        )
     if len(sizes) > 1:
         raise DataError(
-            f"has tensors of {' and '.join(map(str, sizes))} rows",
+            f"the batch has tensors of {' and '.join(map(str, sizes))} rows",
             where="batch",
             hint="pass tensors with one row for each example, and other tensors as context",
         )

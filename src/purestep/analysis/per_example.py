@@ -87,7 +87,7 @@ def per_example(
                 )
             ]
             if not found:
-                raise DataError("has no rows", where="batch", hint="pass a batch of at least one row")
+                raise DataError("the batch has no rows", where="batch", hint="pass a batch of at least one row")
             if len(found) == 1:
                 return found[0]
             norms, losses, weights = (torch.cat(column) for column in list(zip(*found, strict=True))[1:])

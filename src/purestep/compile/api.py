@@ -74,17 +74,21 @@ def compile_step(
     Returns:
         A callable like ``step``. Schedules and changed hyperparameters never cause a recompile. The first two batch
         sizes get a graph each; the third compiles one graph for all other sizes, or each size gets its own if that
-        fails. A call inside `torch.autocast`, or with another default dtype, matmul precision or determinism setting of
-        torch, compiles one more graph.
+        fails. ``step.batch_sizes``, as JSON, lists the sizes met: `fit` stores it in snapshots, so that a resumed run
+        chooses the same graphs and ends in the same bits. In your own loop store it with the state, and set it in the
+        new process before the first call. A number in the batch or the context that changes compiles a graph for each
+        value, with one warning at first and an error after 16 changes: pass it as a tensor. A call inside
+        `torch.autocast`, or with another default dtype, matmul precision or determinism setting of torch, compiles one
+        more graph.
 
     Raises:
         ConfigError: ``step`` is a program; an unknown ``backend`` or ``donate``; a CUDA graph without donation;
             ``unroll`` with a step that accumulates.
         StateError: from a call: with ``donate``, the state was passed in before.
-        StepContractError: from a call: the step changes the structure, a shape or a dtype of its state, multiplies
-            tensors of two dtypes, branches on the value of a tensor, writes a tensor that is not in its state, stores a
-            tensor between captures (a module's table built in its first forward pass), seeds torch's generator, or
-            cannot be recorded as a CUDA graph.
+        StepContractError: from a call: a number of the batch changed too often; the step changes the structure, a shape
+            or a dtype of its state, multiplies tensors of two dtypes, branches on the value of a tensor, writes a
+            tensor that is not in its state, stores a tensor between captures (a module's table built in its first
+            forward pass), seeds torch's generator, or cannot be recorded as a CUDA graph.
 
     Example:
         >>> import torch, purestep as ps

@@ -19,6 +19,7 @@ from .eager_donation import can_donate, donate, without_donation
 from .eval_step import CompiledEval, takes_index
 from .first_run import first_line
 from .live_state import is_alive
+from .sizes import Met
 
 
 def eager_program(program: Program) -> Program:
@@ -32,6 +33,25 @@ def eager_program(program: Program) -> Program:
     if isinstance(evaluate, CompiledEval):
         evaluate = evaluate.eager
     return program._replace(train_step=train, flush=flush, eval_step=evaluate)
+
+
+def batch_sizes(program: Program) -> dict[str, Met]:
+    """The sizes of batches that the compiled functions of a program have met: see `CompiledStep.batch_sizes`."""
+    return {name: step.batch_sizes for name, step in _compiled(program).items()}
+
+
+def set_batch_sizes(program: Program, met: Mapping[str, Met]) -> None:
+    """Let the compiled functions of a program continue a run that has met these sizes."""
+    for name, step in _compiled(program).items():
+        step.batch_sizes = met.get(name, {})
+
+
+def _compiled(program: Program) -> dict[str, CompiledStep | CompiledEval]:
+    functions = {"train_step": program.train_step, "eval_step": program.eval_step}
+    steps: dict[str, Any] = {name: getattr(function, "compiled", function) for name, function in functions.items()}
+    if isinstance(steps["eval_step"], CompiledEval) and steps["eval_step"].carrying is not None:
+        steps["eval_step"] = steps["eval_step"].carrying.step
+    return {name: step for name, step in steps.items() if isinstance(step, CompiledStep | CompiledEval)}
 
 
 def prepared(
@@ -143,6 +163,7 @@ class _Fallback:
             chosen = eager
             return result
 
+        vars(call)["compiled"] = getattr(compiled, "__self__", compiled)
         return call
 
     def of_eval(self, compiled: EvalStep | None, eager: EvalStep | None) -> EvalStep | None:
@@ -154,6 +175,7 @@ class _Fallback:
         def eval_step(state: Tree, *batch: Any, index: int = 0) -> Metrics:
             return both(state, *batch, index=index)
 
+        vars(eval_step)["compiled"] = compiled
         carrying = getattr(compiled, "carrying", None)
         if carrying is not None:
             vars(eval_step)["carrying"] = carrying._replace(step=self.of(carrying.step, carrying.step.eager))

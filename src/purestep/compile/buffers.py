@@ -123,7 +123,7 @@ def check_tensors(leaves: list[Any]) -> None:
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
             raise StateError(
-                f"a {type(leaf).__name__} is no tensor",
+                f"the state has a {type(leaf).__name__}, not a tensor",
                 where="state",
                 hint="pass torch.tensor(value): a state holds tensors only",
             )

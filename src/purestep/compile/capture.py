@@ -369,7 +369,9 @@ def _value_read(error: BaseException, met: str = "") -> Uncaptured:
     """The error for a read of a tensor's value, with a cure; ``met`` replaces the words of ``error``."""
     met, (place, layer) = met or str(error).strip().partition("\n")[0], _where(error)
     cure = "use torch.where(condition, a, b) instead of if; no .item(), no float(tensor), no boolean indexing"
-    if own := _function_of_torch(error):
+    if mask := _mask_cure(error):
+        cure = mask
+    elif own := _function_of_torch(error):
         cure = f"torch's {own} reads it: write {own} without that check"
     if met == _SIZE_READ:
         cure = "use a size of a shape (x.shape[-1]), or a number from the loader"
@@ -378,6 +380,21 @@ def _value_read(error: BaseException, met: str = "") -> Uncaptured:
     if getattr(layer, "momentum", 0) is None and hasattr(layer, "num_batches_tracked"):
         cure = f"{type(layer).__name__}(..., momentum=0.1): momentum=None divides by a count of batches on the host"
     return Uncaptured(f"the step reads the value of a tensor: {met}", where=place, hint=f"{cure}; or {EAGER_CURE}")
+
+
+def _mask_cure(error: BaseException) -> str:
+    """The cure if torch's transformer compares the values of a mask with those of a causal one; else empty."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if all(frame.f_code.co_name != "_detect_is_causal_mask" for frame in frames):
+        return ""
+    layers = [frame.f_locals.get("self") for frame in frames]
+    encoder = any(isinstance(layer, torch.nn.TransformerEncoder) for layer in layers)
+    name, call = ("is_causal", "TransformerEncoder") if encoder else ("tgt_is_causal", "TransformerDecoder")
+    if any(isinstance(layer, torch.nn.Transformer) for layer in layers):
+        name, call = "src_is_causal" if encoder else "tgt_is_causal", "Transformer"
+    return (
+        f"torch compares the mask with a causal one: pass {name}=True to nn.{call} if it is causal, else {name}=False"
+    )
 
 
 def _function_of_torch(error: BaseException) -> str:

@@ -26,8 +26,17 @@ from .buffers import HostCounters, Slots, StateBuffers, unaliased
 from .contract import checked, same_structure, unrolled
 from .cuda_graph import CudaGraphs
 from .graphs import CompiledGraph, Graphs, Options
-from .guards import check_unfollowed, check_untransformed, resolved, signature, signature_guard, without_text
+from .guards import (
+    check_unfollowed,
+    check_untransformed,
+    leaf_name,
+    resolved,
+    signature,
+    signature_guard,
+    without_text,
+)
 from .outputs import MetricVector, as_dict
+from .sizes import Met
 
 Unlike: TypeAlias = Callable[[Any], None] | None
 """Called with a batch whose signature may differ from that of the previous one."""
@@ -91,6 +100,17 @@ class CompiledStep:
     def graphs(self) -> int:
         """Graphs compiled so far."""
         return self._graphs.count
+
+    @property
+    def batch_sizes(self) -> Met:
+        """The sizes of batches that have made a graph, in their order, as JSON. A process that sets this before its
+        first call chooses the same graphs, and so rounds in the same way."""
+        return {kind: list(met) for kind, met in self._graphs.met.items()}
+
+    @batch_sizes.setter
+    def batch_sizes(self, met: Met) -> None:
+        self._graphs.begin(met)
+        self._last.clear()
 
     def __call__(self, state: Any, *batch: Any) -> tuple[Any, Metrics]:
         if tracing.in_graph():  # called by a step that is being captured
@@ -190,8 +210,8 @@ class CompiledStep:
     def _find_graph(self, store: StateBuffers, phase: Any, batch: tuple[Any, ...]) -> tuple[CompiledGraph, list[Any]]:
         store.check(signature(store.buffers))
         leaves, treedef = batch_leaves(batch)
-        key = (store.slots.identity, phase, treedef)
-        graph = self._graphs.find(key, leaves, store.buffers, lambda: self._core(store, phase, treedef))
+        key = (store.slots.identity, phase)
+        graph = self._graphs.find(key, treedef, leaves, store.buffers, lambda: self._core(store, phase, treedef))
         same = signature_guard([*store.buffers, *leaves, *graph.outside])
         given: Any = batch[0] if len(batch) == 1 else None
         is_flat = type(given) in (tuple, list) and all(type(leaf) is Tensor for leaf in given)
@@ -299,13 +319,11 @@ def _holds_array(batch: tuple[Any, ...]) -> capture.Uncaptured:
     path, array = next(
         (path, leaf) for path, leaf in tree.with_paths(tree.dicts(batch)) if isinstance(leaf, np.ndarray)
     )
-    first, _, rest = path.partition("/")
-    where = "/".join(filter(None, ("batch" if first == "0" else f"context/{int(first) - 1}", rest)))
     hint = "pass tensors: torch.as_tensor(array), or ps.to_device(batch, state)"
     if array.dtype.kind not in "biufc":
         hint = "call array.tolist() in the loader, or convert the array to numbers if the step reads it"
     what = f"is an array of dtype {array.dtype}, which no compiled graph can hold"
-    return capture.Uncaptured(what, where=where, hint=hint)
+    return capture.Uncaptured(what, where=leaf_name(path), hint=hint)
 
 
 def _copied(metrics: Metrics | MetricVector) -> Metrics | MetricVector:

@@ -21,12 +21,14 @@ def checked(result: Any) -> tuple[Any, Metrics]:
     """
     if not isinstance(result, tuple) or len(cast(tuple[Any, ...], result)) != 2:
         raise StepContractError(
-            f"returned a {type(result).__name__}", where="step", hint="return (state, metrics): a pair"
+            f"the step returned a {type(result).__name__}", where="step", hint="return (state, metrics): a pair"
         )
     state, metrics = cast(tuple[Any, Any], result)
     if not isinstance(metrics, dict):
         raise StepContractError(
-            f"returned metrics of type {type(metrics).__name__}", where="step", hint="return (state, {name: ps.Mean})"
+            f"the step returned metrics of type {type(metrics).__name__}",
+            where="step",
+            hint="return (state, {name: ps.Mean})",
         )
     return state, tensors_alone(cast(Metrics, metrics))
 
@@ -70,7 +72,7 @@ def same_structure(old: Any, new: Any) -> list[Tensor]:
         if not same:
             found = f"{list(right.shape)} {right.dtype}" if isinstance(right, Tensor) else type(right).__name__
             raise StepContractError(
-                f"goes in as {list(left.shape)} {left.dtype} and comes out as {found}",
+                f"the leaf goes in as {list(left.shape)} {left.dtype} and comes out as {found}",
                 where=tree.paths(old)[index],
                 hint="keep shape and dtype of every leaf: call .to(old.dtype)",
             )

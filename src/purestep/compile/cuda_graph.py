@@ -67,7 +67,7 @@ class _Recording:
             except RuntimeError as error:
                 _reset_capture(device, before, pool)
                 raise StepContractError(
-                    f"cannot be recorded as a CUDA graph: {str(error).strip().splitlines()[0]}",
+                    f"the step cannot be recorded as a CUDA graph: {str(error).strip().splitlines()[0]}",
                     where="step",
                     hint="remove host copies and synchronization from the step, or set cuda_graph=False",
                 ) from error

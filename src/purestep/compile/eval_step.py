@@ -20,6 +20,7 @@ from .contract import tensors_alone
 from .graphs import Graphs, Options
 from .guards import check_untransformed, resolved, signature
 from .outputs import as_dict
+from .sizes import Met
 
 
 def takes_index(eval_step: EvalStep) -> bool:
@@ -46,6 +47,15 @@ class CompiledEval:
         """Graphs compiled so far."""
         return self._graphs.count
 
+    @property
+    def batch_sizes(self) -> Met:
+        """As of a compiled step."""
+        return {kind: list(met) for kind, met in self._graphs.met.items()}
+
+    @batch_sizes.setter
+    def batch_sizes(self, met: Met) -> None:
+        self._graphs.begin(met)
+
     def __call__(self, state: Any, *batch: Any, index: int = 0) -> Any:
         if tracing.in_graph():  # called by a step that is being captured
             return self.eager(state, *batch)
@@ -70,7 +80,7 @@ class CompiledEval:
             return core
 
         graph = self._graphs.find(
-            (state_def, treedef, signature([*inputs, *(old[at] for at in sorted(keys))])), leaves, inputs, build
+            (state_def, signature([*inputs, *(old[at] for at in sorted(keys))])), treedef, leaves, inputs, build
         )
         if not graph.draws or not parts:
             return as_dict(graph.run(inputs, leaves, graph.outside))

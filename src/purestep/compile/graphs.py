@@ -13,10 +13,10 @@ from .. import tree
 from ..errors import PurestepError, StepContractError
 from . import capture, fx_passes, sizes
 from .buffers import Slots
-from .capture import exclusive
+from .capture import exclusive, log
 from .captured_values import CapturedValues
 from .first_run import guarded
-from .guards import TorchSettings, check_layouts, ranks, signature
+from .guards import TEXT, TorchSettings, check_layouts, constant, leaf_name, ranks, signature
 from .outputs import builder, numbers
 
 
@@ -46,23 +46,45 @@ class _GeneralGraph(NamedTuple):
 
     graph: CompiledGraph
     fits: Callable[[list[Any]], bool]  # batch leaves -> the graph accepts them
+    place: int  # in the list of sizes: the one that it was compiled for
 
 
 class _Family:
-    """Batches of one structure and any size."""
+    """The graphs for batches of one structure and any size."""
 
     def __init__(self) -> None:
-        self.seen: list[sizes.Shapes] = []
         self.exact: list[Any] = []  # keys of graphs for one size, oldest first
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget the graphs for many sizes."""
         self.general: list[_GeneralGraph] = []
+        self.decided = _EXACT  # for these sizes of the list it is known whether they need another general graph
         self.is_tried = False  # a general graph has been compiled, or could not be
 
+    def copy(self) -> dict[str, Any]:
+        """The attributes, to go back to."""
+        return {**vars(self), "general": [*self.general]}
+
+    def general_for(self, leaves: list[Any], place: int) -> CompiledGraph | None:
+        """The first general graph that accepts a batch of the size at a place of the list."""
+        found = (each for each in self.general if each.place <= place and each.graph.is_valid())
+        return next((each.graph for each in found if each.fits(leaves)), None)
+
+
+_EXACT = 2
+"""The sizes met first that have a graph each."""
 
 _MAX_EXACT = 64
 """Maximal number of graphs for one size each in a family; the oldest is evicted."""
 
 _MAX_GENERAL = 4
 """Maximal number of graphs for many sizes in a family: one for each remainder modulo the micro-batches, for example."""
+
+_MAX_CHANGES = 16
+"""Maximal number of changes of the numbers in a batch, each of which compiles a graph."""
+
+_VALUE_CURE = "pass a number that changes as a tensor: torch.tensor(0.5), in the loader"
 
 
 class Graphs:
@@ -72,6 +94,9 @@ class Graphs:
     graph, with a symbol for every size that has varied; a batch that it rejects (its length varies too) compiles
     another one, up to `_MAX_GENERAL`. Further sizes, and all sizes if there can be no general graph, get a graph each,
     at most `_MAX_EXACT` at a time.
+
+    ``met`` lists the sizes that made a graph, in the order of the run. The graph for a size depends on its place in
+    this list and on the sizes before it, and on nothing else, so a process that gets the list compiles the same graphs.
     """
 
     def __init__(self, options: Options, step: Callable[..., Any]) -> None:
@@ -81,8 +106,19 @@ class Graphs:
         self._objects = 0
         self._around: tuple[str, str] = "", ""
         self.slots: dict[Any, Slots] = {}
-        self._exact: dict[Any, CompiledGraph] = {}
-        self._families: dict[Any, _Family] = {}  # structure, dtypes and ranks -> the sizes met
+        self.met: sizes.Met = {}
+        self._exact: dict[Any, CompiledGraph] = {}  # for one size each, also of earlier runs
+        self._chosen: dict[Any, CompiledGraph] = {}  # by structure and size
+        self._has_warned = False
+        self._families: dict[Any, _Family] = {}  # by structure, dtypes and ranks
+        self._values: dict[tuple[int, ...], list[list[Any]]] = {}  # positions -> the numbers met there
+
+    def begin(self, met: sizes.Met) -> None:
+        """Continue a run that has met these sizes."""
+        self.met = {kind: list(of_kind) for kind, of_kind in met.items()}
+        self._chosen.clear()
+        for family in self._families.values():
+            family.begin()
 
     def surroundings(self) -> tuple[str, str]:
         """Everything that a graph depends on besides its arguments; the same object until something changes."""
@@ -93,83 +129,135 @@ class Graphs:
         if self._captured.objects != self._objects:  # graphs of a former teacher would keep its weights
             self._objects = self._captured.objects
             self._exact.clear()
+            self._chosen.clear()
             self._families.clear()
         return around
 
     def find(
-        self, structure: Any, leaves: list[Any], tensors: list[Tensor], build: Callable[[], Callable[..., Any]]
+        self,
+        structure: Any,
+        batch: tree.TreeDef,
+        leaves: list[Any],
+        tensors: list[Tensor],
+        build: Callable[[], Callable[..., Any]],
     ) -> CompiledGraph:
         """Return the graph for these inputs; compile it if there is none yet.
 
         Args:
             structure: the other dependencies of a graph, including the shapes of ``tensors``.
-            leaves: of the batch.
+            batch: the structure of the batch and the context.
+            leaves: of both.
             tensors: of the state.
             build: returns the function to compile.
+
+        Raises:
+            StepContractError: a number in the batch changed too often, and each change would compile a graph.
         """
-        exact = ((structure, self.surroundings()), signature(leaves))
-        known = self._exact.get(exact)
-        if known is not None and known.is_valid():
-            return known
-        family = self._families.setdefault((exact[0], ranks(leaves)), _Family())
-        known = self._find_general(exact, family, leaves)
+        exact = ((structure, batch, self.surroundings()), signature(leaves))
+        known = self._known(exact)
         if known is not None:
             return known
+        self._watch_values(batch, leaves)
+        family = self._families.setdefault((exact[0], ranks(leaves)), _Family())
         with exclusive():  # another thread may have compiled it in the meantime
-            known = self._exact.get(exact)
-            if known is None or not known.is_valid():
-                known = self._find_general(exact, family, leaves) or self._compile(
-                    exact, family, leaves, tensors, build
-                )
+            known = self._known(exact)
+            if known is None:
+                known = self._compile(exact, family, leaves, tensors, build)
                 self._captured.mark_compiled()
             return known
 
-    def _find_general(self, exact: Any, family: _Family, leaves: list[Any]) -> CompiledGraph | None:
-        general = next((each for each in family.general if each.graph.is_valid() and each.fits(leaves)), None)
-        if general is None:
-            return None
-        self._exact[exact] = general.graph
-        return general.graph
+    def _known(self, exact: Any) -> CompiledGraph | None:
+        known = self._chosen.get(exact)
+        return known if known is not None and known.is_valid() else None
+
+    def _watch_values(self, batch: tree.TreeDef, leaves: list[Any]) -> None:
+        """Log the first change of a number in the batch, and raise after `_MAX_CHANGES`. So of any other leaf that is
+        not a tensor."""
+        others = ((at, leaf) for at, leaf in enumerate(leaves) if not isinstance(leaf, Tensor) and leaf is not TEXT)
+        found = {at: constant(leaf) for at, leaf in others}
+        met, values = self._values.setdefault(tuple(found), []), list(found.values())
+        if met and values not in met:
+            at, (_, was), (_, now) = next(
+                each for each in zip(found, met[-1], values, strict=True) if each[1] != each[2]
+            )
+            name = leaf_name(tree.paths(tree.unflatten(batch, [*range(len(leaves))]))[at])
+            if len(met) > _MAX_CHANGES:
+                what = f"the value has changed {len(met)} times; each value would compile a graph"
+                raise StepContractError(what, where=name, hint=_VALUE_CURE)
+            if all(len(each) < 2 for each in self._values.values()):
+                text = "%s was %.40s, is %.40s: a graph holds it, so the step is recompiled (cure: %s)"
+                log.warning(text, name, was, now, _VALUE_CURE)
+        if values not in met:
+            met.append(values)
 
     def _compile(
         self, exact: Any, family: _Family, leaves: list[Any], tensors: list[Tensor], build: Callable[[], Any]
     ) -> CompiledGraph:
-        example, varying = self._general_example(family, leaves)
-        general = None if example is None else self._compile_general(build(), example, tensors, varying)
-        if general is not None:
-            family.general.append(general)
-        graph = self._find_general(exact, family, leaves)
-        if graph is None:
+        """Compile what the size of a batch needs; see the class."""
+        check_layouts(leaves)
+        of_kind, shapes = self.met.setdefault(sizes.kind(leaves), []), sizes.shapes(leaves)
+        place = next((at for at, each in enumerate(of_kind) if sizes.shapes_of(each) == shapes), len(of_kind))
+        met, before = [*of_kind[:place], sizes.layouts(leaves)], family.copy()
+        try:
+            graph = family.general_for(leaves, place)
+            while graph is None and family.decided <= place < _MAX_EXACT:
+                family.decided += 1
+                self._extend(family, met[: family.decided], leaves, tensors, build)
+                graph = family.general_for(leaves, place)
+            self._chosen[exact] = graph or self._exact_graph(exact, family, leaves, tensors, build)
+        except BaseException:  # a batch that cannot be trained on does not count
+            vars(family).update(before)
+            raise
+        if place == len(of_kind) < _MAX_EXACT and (place < _EXACT or family.decided > place):
+            of_kind.append(met[place])
+        if family.is_tried and not family.general and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{len(met)} batch sizes, and no single graph accepts them all: each size is compiled "
+                "separately (cure: pad the batches to a few sizes; read a size as x.shape[0], not len(x))",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return self._chosen[exact]
+
+    def _exact_graph(
+        self, exact: Any, family: _Family, leaves: list[Any], tensors: list[Tensor], build: Callable[[], Any]
+    ) -> CompiledGraph:
+        """The graph for one size, which may be that of an earlier run; the oldest one of many is evicted."""
+        graph = self._exact.get(exact)
+        if graph is None or not graph.is_valid():
             graph = self._exact[exact] = self._compile_exact(build(), leaves, tensors)
-            family.exact = [*(key for key in family.exact if key != exact), exact]
-            if len(family.exact) > _MAX_EXACT:
-                self._exact.pop(family.exact.pop(0), None)
-        # Only now: a batch that cannot be trained on must not count.
-        shapes = sizes.shapes(leaves)
-        family.seen = [*(each for each in family.seen if each != shapes), shapes][-_MAX_EXACT:]
-        if example is not None:
-            family.is_tried = True
-            if not family.general:
-                warnings.warn(
-                    f"{len(family.seen)} batch sizes, and no single graph accepts them all: each size is compiled "
-                    "separately (cure: pad the batches to a few sizes; read a size as x.shape[0], not len(x))",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
+        family.exact = [*(key for key in family.exact if key != exact), exact]
+        if len(family.exact) > _MAX_EXACT:
+            oldest = family.exact.pop(0)
+            self._exact.pop(oldest, None)
+            self._chosen.pop(oldest, None)
         return graph
 
-    def _general_example(self, family: _Family, leaves: list[Any]) -> tuple[list[Any] | None, sizes.Varying]:
-        """The batch to trace a general graph with, and its varying dimensions. None before the third size, if there can
-        be no general graph, or if torch would specialize all batches."""
-        is_possible = not family.is_tried or 0 < len(family.general) < _MAX_GENERAL
-        if len(family.seen) < 2 or not is_possible:
-            return None, []
-        varying = sizes.varying([*family.seen, sizes.shapes(leaves)])
-        example = sizes.example(leaves, family.seen, varying)
-        return (None if family.is_tried and example is not leaves else example), varying
+    def _extend(
+        self,
+        family: _Family,
+        met: list[sizes.Layouts],
+        leaves: list[Any],
+        tensors: list[Tensor],
+        build: Callable[[], Any],
+    ) -> None:
+        """Compile a general graph for the last of these sizes, unless one accepts it, or there can be none."""
+        place = len(met) - 1
+        if family.is_tried and not 0 < len(family.general) < _MAX_GENERAL:
+            return
+        if family.general_for(sizes.like(leaves, met[-1]), place) is not None:
+            return
+        varying = sizes.varying([sizes.shapes_of(each) for each in met])
+        given = sizes.example(met, varying)
+        if given is None or (family.is_tried and given is not met[-1]):  # torch would specialize this batch
+            return
+        family.is_tried = True
+        example = sizes.like(leaves, given)
+        if (made := self._compile_general(build(), example, tensors, varying, place)) is not None:
+            family.general.append(made)
 
     def _compile_exact(self, core: Any, leaves: list[Any], tensors: list[Tensor]) -> CompiledGraph:
-        check_layouts(leaves)
         flat, where, found = _flatten_core(core, leaves, len(tensors))
         try:
             inputs = [*tensors, *(leaves[index] for index in where)]
@@ -183,11 +271,9 @@ class Graphs:
         return CompiledGraph(guarded(call, tensors), outside, signature(outside), *traits)
 
     def _compile_general(
-        self, core: Any, example: list[Any], tensors: list[Tensor], varying: sizes.Varying
+        self, core: Any, example: list[Any], tensors: list[Tensor], varying: sizes.Varying, place: int
     ) -> _GeneralGraph | None:
         """Compile one graph for batches of any size; return None if that fails."""
-        if self.options.backend == "inductor":
-            check_layouts(example)
         flat, where, found = _flatten_core(core, example, len(tensors))
         try:
             made = capture.trace_sizes(
@@ -206,7 +292,7 @@ class Graphs:
         self.count += 1
         call = _with_own_error(_returning_tree(run, where, len(example), *found), core)
         graph = CompiledGraph(guarded(call, tensors), outside, signature(outside), *traits)
-        return _GeneralGraph(graph, lambda batch: fits([batch[index] for index in where]))
+        return _GeneralGraph(graph, lambda batch: fits([batch[index] for index in where]), place)
 
 
 def _flatten_core(core: Any, leaves: list[Any], count: int) -> tuple[capture.Flat, list[int], list[Any]]:

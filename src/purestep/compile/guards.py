@@ -33,11 +33,22 @@ def check_unfollowed(state: Any) -> None:
         followed = [name for name, weight in state.params.items() if weight.requires_grad]
         if followed and torch.is_grad_enabled():
             raise StepContractError(
-                "requires a gradient, and a compiled step has no derivative",
+                "the parameter requires a gradient, and a compiled step has no derivative",
                 where=f"state/params/{followed[0]}",
                 hint="call program.train_step, the eager step, to differentiate through it; or pass ps.clone(state), "
                 "or call the step inside torch.no_grad()",
             )
+
+
+def leaf_name(path: str) -> str:
+    """The name of a leaf by its path in the arguments of a step behind the state.
+
+    Example:
+        >>> leaf_name("0/x"), leaf_name("2"), leaf_name("0")
+        ('batch/x', 'context/1', 'batch')
+    """
+    first, _, rest = path.partition("/")
+    return "/".join(filter(None, ("batch" if first == "0" else f"context/{int(first) - 1}", rest)))
 
 
 class Text:
@@ -79,9 +90,7 @@ def signature(leaves: list[Any]) -> tuple[Any, ...]:
         StepContractError: a leaf is an object that no graph can hold.
     """
     try:
-        return tuple(
-            (x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else _constant(x) for x in leaves
-        )
+        return tuple((x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else constant(x) for x in leaves)
     except RuntimeError:  # a sparse tensor has no strides, a nested one no shape
         check_layouts(leaves)
         raise
@@ -89,7 +98,7 @@ def signature(leaves: list[Any]) -> tuple[Any, ...]:
 
 def ranks(leaves: list[Any]) -> tuple[Any, ...]:
     """The same without sizes and strides."""
-    return tuple((x.dtype, x.device, x.dim()) if isinstance(x, Tensor) else _constant(x) for x in leaves)
+    return tuple((x.dtype, x.device, x.dim()) if isinstance(x, Tensor) else constant(x) for x in leaves)
 
 
 def check_layouts(leaves: list[Any]) -> None:
@@ -108,7 +117,7 @@ def check_layouts(leaves: list[Any]) -> None:
             )
 
 
-def _constant(value: Any) -> Any:
+def constant(value: Any) -> Any:
     """A key that distinguishes values: 1, 1.0 and True are equal, as are 0.0 and -0.0, but give different results."""
     if value is TEXT:
         return Text  # TEXT itself cannot be hashed or compared
@@ -117,18 +126,21 @@ def _constant(value: Any) -> Any:
     try:
         hash(value)
     except TypeError as error:
-        hint = "pass tensors: torch.as_tensor(array), or ps.to_device(batch, state)"
-        raise _not_constant(value, hint) from error
+        raise _not_constant(value) from error
     if type(value).__hash__ is object.__hash__ and not callable(value) and hasattr(value, "__dict__"):
         # The object would be a constant of the graph, so that each batch would compile a new graph.
-        hint = "pass a dataclass, a namespace or an object of tensors and numbers, or run the step in eager mode"
-        raise _not_constant(value, hint)
+        raise _not_constant(value)
     return type(value), value
 
 
-def _not_constant(value: Any, hint: str) -> capture.Uncaptured:
-    found = f"a {type(value).__name__} in the batch, which no compiled graph can hold"
-    return capture.Uncaptured(found, where="batch", hint=hint)
+def _not_constant(value: Any) -> capture.Uncaptured:
+    kind, own = type(value).__name__, ": batch.to_dict()" if hasattr(value, "to_dict") else ""
+    return capture.Uncaptured(
+        f"the batch has a {kind}, which no compiled graph can hold",
+        where="batch",
+        hint=f"make a dict of its tensors in the loader's collate_fn{own}; or run the step in eager mode "
+        "(compile=False)",
+    )
 
 
 def signature_guard(leaves: list[Any]) -> Callable[..., bool]:

@@ -15,7 +15,7 @@ from ..types import Mean, Metrics
 class MetricVector(NamedTuple):
     """Metrics as one vector, as the graph returns them."""
 
-    numbers: Tensor  # shape=(n,), float32
+    numbers: Tensor  # shape=(n,), float32, or float64
     columns: tuple[tuple[str, int, int], ...]  # (name, index of total, index of weight); the same object at every call
 
     def metrics(self) -> Metrics:
@@ -30,10 +30,11 @@ def as_dict(metrics: Metrics | MetricVector) -> Metrics:
 
 
 def numbers(outputs: list[Tensor]) -> list[bool]:
-    """For each output, True if it goes into the vector: 0-d float32, on the device of the first such output."""
-    scalar = [leaf.dim() == 0 and leaf.dtype == torch.float32 for leaf in outputs]
-    device = next((leaf.device for leaf, one in zip(outputs, scalar, strict=True) if one), None)
-    return [one and leaf.device == device for leaf, one in zip(outputs, scalar, strict=True)]
+    """For each output, True if it goes into the vector: 0-d float32 or float64, and of the dtype and on the device of
+    the first such output."""
+    scalar = [leaf.dim() == 0 and leaf.dtype in (torch.float32, torch.float64) for leaf in outputs]
+    first = next(((leaf.dtype, leaf.device) for leaf, one in zip(outputs, scalar, strict=True) if one), None)
+    return [one and (leaf.dtype, leaf.device) == first for leaf, one in zip(outputs, scalar, strict=True)]
 
 
 def builder(treedef: tree.TreeDef, is_scalar: list[bool]) -> Callable[[Any], Any]:

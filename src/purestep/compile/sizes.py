@@ -12,6 +12,12 @@ from torch import Tensor
 Shapes: TypeAlias = list["tuple[int, ...] | None"]
 """The shape of each leaf of a batch; None for a leaf that is no tensor."""
 
+Layouts: TypeAlias = list["list[list[int]] | None"]
+"""Shape and strides of each leaf of a batch, as JSON has them; None for a leaf that is no tensor."""
+
+Met: TypeAlias = dict[str, list[Layouts]]
+"""The sizes that a step has met, in this order, for each kind of batch (see `kind`)."""
+
 Varying: TypeAlias = "list[tuple[bool, ...]]"
 """Which dimensions of each leaf vary; empty for a leaf that is no tensor."""
 
@@ -19,6 +25,28 @@ Varying: TypeAlias = "list[tuple[bool, ...]]"
 def shapes(leaves: Sequence[Any]) -> Shapes:
     """The shapes of a batch's leaves."""
     return [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves]
+
+
+def layouts(leaves: Sequence[Any]) -> Layouts:
+    """The shapes and strides of a batch's leaves."""
+    return [[list(leaf.shape), list(leaf.stride())] if isinstance(leaf, Tensor) else None for leaf in leaves]
+
+
+def shapes_of(layouts: Layouts) -> Shapes:
+    """The shapes alone."""
+    return [None if each is None else tuple(each[0]) for each in layouts]
+
+
+def kind(leaves: Sequence[Any]) -> str:
+    """A text that is equal for batches with the same number of leaves, dtypes and ranks.
+
+    Example:
+        >>> kind([torch.zeros(4, 8), 3])
+        'float32 2, -'
+    """
+    return ", ".join(
+        f"{str(leaf.dtype).removeprefix('torch.')} {leaf.dim()}" if isinstance(leaf, Tensor) else "-" for leaf in leaves
+    )
 
 
 def varying(seen: Sequence[Shapes]) -> Varying:
@@ -34,23 +62,21 @@ def varying(seen: Sequence[Shapes]) -> Varying:
     ]
 
 
-def example(leaves: list[Any], seen: Sequence[Shapes], varying: Varying) -> list[Any] | None:
-    """Return a batch whose varying dimensions are at least 2, since torch specializes sizes 0 and 1.
-
-    Returns:
-        The leaves themselves if they qualify, else zeros of the shapes of a seen batch that does; None if there is
-        none.
-    """
-    for given in (shapes(leaves), *reversed(seen)):
-        moving = [itertools.compress(shape or (), dims) for shape, dims in zip(given, varying, strict=True)]
+def example(met: Sequence[Layouts], varying: Varying) -> Layouts | None:
+    """Return the newest sizes whose varying dimensions are at least 2, since torch specializes sizes 0 and 1; None if
+    there are none."""
+    for given in reversed(met):
+        moving = [itertools.compress(shape or (), dims) for shape, dims in zip(shapes_of(given), varying, strict=True)]
         if all(size >= 2 for size in itertools.chain(*moving)):
-            return leaves if given == shapes(leaves) else like(leaves, given)
+            return given
     return None
 
 
-def like(leaves: list[Any], given: Shapes) -> list[Any]:
-    """Replace the tensors of a batch by zeros of these shapes."""
-    return [leaf if shape is None else leaf.new_zeros(shape) for leaf, shape in zip(leaves, given, strict=True)]
+def like(leaves: list[Any], given: Layouts) -> list[Any]:
+    """Replace the tensors of a batch by tensors of these shapes and strides, whose values are not set."""
+    return [
+        leaf if layout is None else leaf.new_empty_strided(*layout) for leaf, layout in zip(leaves, given, strict=True)
+    ]
 
 
 class Symbols:

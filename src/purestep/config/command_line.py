@@ -61,7 +61,9 @@ def cli(
     """
     where = "config.cli"
     if not (isinstance(config, type) and dataclasses.is_dataclass(config)):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ConfigError(f"{config!r} is no dataclass", where=where, hint="@dataclass above `class Config:`")
+        raise ConfigError(
+            f"config={config!r} must be a dataclass", where=where, hint="@dataclass above `class Config:`"
+        )
     if any(field.name == "config" for field in dataclasses.fields(config)):
         raise ConfigError("the dataclass has a field config", where=where, hint="rename it: --config names the file")
     try:
@@ -145,14 +147,15 @@ def _value(kind: Any, found: Any, before: Any, file: str, name: str) -> Any:
     try:
         return TypeAdapter(kind, config=ConfigDict(arbitrary_types_allowed=True)).validate_python(found)
     except ValidationError as error:
-        raise ConfigError(f"{name} = {found!r}: {messages.reason(error.errors())}", where=file) from error
+        what = f"{name} = {found!r}: {messages.reason(error.errors())}"
+        raise ConfigError(what, where=file, hint=f"correct {name} in the file") from error
     except (PydanticSchemaGenerationError, PydanticUserError):  # a type that pydantic does not know
         return found
 
 
 def _check_table(found: Any, file: str, name: str) -> None:
     if not isinstance(found, Mapping):
-        raise ConfigError(f"{name} = {found!r} is no table", where=file, hint=f"[{name}] and its settings below")
+        raise ConfigError(f"{name} = {found!r} must be a table", where=file, hint=f"[{name}] and its settings below")
 
 
 def _group_options(info: Any, tyro: Any) -> Any:

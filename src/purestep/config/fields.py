@@ -112,7 +112,7 @@ def _early_stopping(value: Any) -> stopping.EarlyStopping | None:
             what = f"has no setting {name!r}; the settings are {', '.join(known)}"
             raise ConfigError(what, hint=f"early_stopping={cure}")
     if "patience" not in value:
-        raise ConfigError("has no patience", hint=f"early_stopping={ {'patience': 10, **value} }")
+        raise ConfigError("the mapping has no patience", hint=f"early_stopping={ {'patience': 10, **value} }")
     try:
         return stopping.EarlyStopping(**value)
     except ConfigError as error:

@@ -491,7 +491,7 @@ def _updates(batches: int, every: int | None, micro: int) -> int:
         )
     if batches % micro:
         raise ConfigError(
-            f"val_check_interval={batches} batches is no whole number of updates of accumulate_grad_batches={micro}",
+            f"val_check_interval={batches} must be a multiple of accumulate_grad_batches={micro}",
             where=_WHERE,
             hint=f"val_check_interval={micro * max(1, batches // micro)}",
         )

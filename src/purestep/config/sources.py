@@ -103,11 +103,17 @@ def read(path: str | Path) -> dict[str, Any]:
     try:
         found = parsers[file.suffix](file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror}", where=str(file), hint="check the path") from error
+        raise ConfigError(
+            f"the file cannot be read: {error.strerror}", where=str(file), hint="check the path"
+        ) from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"does not parse: {error}", where=str(file), hint=f"correct the {file.suffix[1:]}") from error
+        raise ConfigError(
+            f"the file does not parse: {error}", where=str(file), hint=f"correct the {file.suffix[1:]}"
+        ) from error
     if not isinstance(found, dict):
-        raise ConfigError(f"holds a {type(found).__name__}", where=str(file), hint='write a mapping: {"epochs": 10}')
+        raise ConfigError(
+            f"the file holds a {type(found).__name__}", where=str(file), hint='write a mapping: {"epochs": 10}'
+        )
     return found
 
 

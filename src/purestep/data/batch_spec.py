@@ -81,7 +81,8 @@ def check_batch(batch: Any, first: BatchSpec | None = None, *, where: str = "bat
         hint = "call ps.to_device(batch, state)"
         raise DataError(f"tensors on {len(devices)} devices: {text}", where=where, hint=hint)
     if devices and next(iter(devices)).type == "meta":
-        raise DataError(f"{next(iter(devices.values()))} is on the meta device: it has no values", where=where)
+        what = f"{next(iter(devices.values()))} is on the meta device: it has no values"
+        raise DataError(what, where=where, hint='create tensors outside of torch.device("meta") in the loader')
     return spec
 
 

@@ -143,7 +143,10 @@ def _leaf(leaf: Any, fn: Callable[[Any], Any], path: str) -> Any:
         return fn(leaf)
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         reason = str(error).split("\n")[0]
-        raise DataError(f"a {type(leaf).__name__} cannot be moved: {reason}", where=f"batch{path}") from error
+        hint = "make a dict of its tensors in the loader's collate_fn"
+        raise DataError(
+            f"a {type(leaf).__name__} cannot be moved: {reason}", where=f"batch{path}", hint=hint
+        ) from error
 
 
 def prefetch(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import tree as trees
 from ..errors import ConfigError, DataError, Mismatch, PurestepError
-from ..state import is_number, whole
+from ..state import check_count, is_number, whole
 from ..torch_ext import tensor_layout
 from ..types import Batch
 
@@ -116,8 +116,7 @@ class Feed(ABC):
             Mismatch: ``start`` is after the end of the epoch.
             ConfigError: a number is negative.
         """
-        if epoch < 0 or start < 0:
-            raise ConfigError(f"epoch={epoch}, start={start}: both must be at least 0", where=self.name)
+        check_count(self.name, least=0, epoch=epoch, start=start)
         most = self.count(epoch) if self.exact else self._first
         if most is not None:
             self._check_start(epoch, start, most)

@@ -320,7 +320,9 @@ class StatefulFeed(Feed):
         place = self._places.get((epoch, consumed), self._restored or (None if consumed else _Place(None)))
         if place is None:
             raise DataError(
-                f"the state after batch {consumed} of epoch {epoch + 1} is no longer stored", where=self.name
+                f"the state after batch {consumed} of epoch {epoch + 1} is no longer stored",
+                where=self.name,
+                hint="store the position of a recent batch",
             )
         found = {**super().to_store(epoch, consumed), "state": state_json.encode(place.state, where=self.name)}
         ahead = self._read_ahead[0] if self._yielded == (epoch, consumed) else _END
@@ -333,7 +335,7 @@ class StatefulFeed(Feed):
     def restore(self, stored: Mapping[str, Any]) -> None:
         super().restore(stored)
         self._places.clear()
-        self._restored = _Place(state_json.decode(stored["state"]), stored["ended"], stored["left"])
+        self._restored = _Place(state_json.decode(stored["state"], where=self.name), stored["ended"], stored["left"])
         self._next = stored.get("next")
 
     def stopped_early(self, epoch: int, consumed: int) -> None:

@@ -225,7 +225,7 @@ def _no_loader(loader: Any, name: str) -> DataError:
             hint=f"pass DataLoader({type(loader).__name__.lower()}, batch_size=32, shuffle=True)",
         )
     return DataError(
-        f"a {type(loader).__name__} is no loader",
+        f"the loader is a {type(loader).__name__}, which gives no batches",
         where=name,
         hint="pass a DataLoader, a list of batches, or an object whose __iter__ yields batches",
     )

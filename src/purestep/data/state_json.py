@@ -59,8 +59,12 @@ def encode(value: Any, *, where: str = "loader", path: str = "state_dict()") -> 
     )
 
 
-def decode(value: Any) -> Any:
+def decode(value: Any, *, where: str) -> Any:
     """The inverse of `encode`. numpy numbers come back as Python numbers.
+
+    Args:
+        value: of `encode`.
+        where: the name of the loader.
 
     Raises:
         DataError: the value is not one of `encode`.
@@ -68,7 +72,8 @@ def decode(value: Any) -> Any:
     try:
         return _decoded(value)
     except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise DataError(f"its stored state is damaged: {error!r}", hint="use another snapshot") from error
+        what = f"the stored state of the loader is damaged: {error!r}"
+        raise DataError(what, where=where, hint="use another snapshot") from error
 
 
 def _decoded(value: Any) -> Any:

@@ -315,7 +315,7 @@ def observe(
 
     Args:
         call: calls the step.
-        parts: the arguments of the step: "state", and others by any name.
+        parts: the arguments of the step: "state", and others by any name; "closure" has the tensors that it captures.
         again: the second call; by default ``call``.
         leaks: also check for tensors that stay alive, with a third call.
 
@@ -328,7 +328,9 @@ def observe(
 
 
 def _observed(call: Callable[[], Pair], parts: dict[str, Tree], again: Callable[[], Pair], *, leaks: bool) -> Pair:
-    watched, kind, drawn = Unchanged(**parts), Kind(parts["state"]), _generators()
+    captured = Unchanged(closure=parts.get("closure", {}))
+    watched = Unchanged(**{name: part for name, part in parts.items() if name != "closure"})
+    kind, drawn = Kind(parts["state"]), _generators()
     first = call()
     watched.check()
     _check_generators(drawn)
@@ -339,6 +341,7 @@ def _observed(call: Callable[[], Pair], parts: dict[str, Tree], again: Callable[
     second = again()
     watched.check(content=False)
     _check_not_reused(returned)
+    captured.check()
     check_repeated(first, second)
     del second
     if leaks:

@@ -85,7 +85,7 @@ def read(path: Path | str, like: Tree, device: torch.device | str = "cpu") -> In
         found = {place: (entry["shape"], entry["dtype"]) for place, entry in stored.items()}
         batch, notes = tree_json.decode(about["batch"], tensors, device), dict(about["notes"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise Corrupt(f"cannot be read: {error}", where=str(path)) from error
+        raise Corrupt(f"the file cannot be read: {error}", where=str(path)) from error
     expected = {place: (list(leaf.shape), str(leaf.dtype)) for place, leaf in tree.with_paths(like)}
     if found != expected:
         place = next(place for place in {**expected, **found} if expected.get(place) != found.get(place))
@@ -116,11 +116,11 @@ def _opened(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         text = metadata["about"]
         about = json.loads(text)
     except (SafetensorError, KeyError, ValueError, RecursionError) as error:
-        raise Corrupt(f"cannot be read: {error}", where=str(path)) from error
+        raise Corrupt(f"the file cannot be read: {error}", where=str(path)) from error
     if metadata.get("crc32") != str(zlib.crc32(text.encode())):
         raise Corrupt("its metadata are damaged (their digest differs)", where=str(path))
     if not isinstance(about, dict) or not isinstance(about.get("format"), int):
-        raise Corrupt("not a replay file", where=str(path))
+        raise Corrupt("the file is not a replay file", where=str(path))
     if about["format"] > FORMAT:
         raise Mismatch(f"format {about['format']}, but this version reads up to {FORMAT}", where=str(path))
     return about, tensors

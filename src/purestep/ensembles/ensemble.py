@@ -21,7 +21,7 @@ from .. import optim, rng, tree
 from ..analysis import plain_functions
 from ..errors import ConfigError, DataError, PurestepError, StateError, StepContractError
 from ..metrics import Gathered, handed_out
-from ..model import functional
+from ..model import Inference, functional
 from ..state import check_choice, check_count, known_keywords, stacked, views
 from ..step import Adding, Closing, static_of
 from ..torch_ext import draws, tracing
@@ -113,16 +113,18 @@ def ensemble(program: Program, members: int, *, batches: Literal["shared", "own"
             members,
         )
 
-    def bind(state: TrainState, view: str | None = None, train: bool = False) -> Callable[..., Any]:
+    def bind(state: TrainState, view: str | None = None, train: bool = False) -> Inference:
         """Return a callable with the weights of all members; its outputs have a leading dimension for them."""
-        assert base.bind is not None
         bound, plain = base.bind, mapped.plain(state)
         chosen = views.for_evaluation(views.view(plain, "params" if train and view is None else view))
 
-        def predict(*args: Any, **kwargs: Any) -> Any:
-            return mapped.shared(lambda one, _: bound(one, "params", train)(*args, **kwargs), chosen, where="bind")
+        def run(method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            def of_member(one: TrainState, _: Batch) -> Any:
+                return bound(one, "params", train).call(method, *args, **kwargs)
 
-        return predict
+            return mapped.shared(of_member, chosen, where="bind")
+
+        return Inference(run)
 
     def gradient(state: TrainState, batch: Batch) -> Params:
         """The gradients of all members, with a leading dimension for them."""
@@ -271,7 +273,7 @@ def _init_with(base: Program, module: Any, index: int) -> Callable[..., TrainSta
     wrong = [name for name in other if not name.startswith(functional.OBJECTIVE)]  # whose tensors all members share
     if wrong:
         raise ConfigError(
-            f"model {index} is no model of the program: {', '.join(sorted(wrong)[:3])} is trained or frozen in one of "
+            f"model {index} does not fit the program: {', '.join(sorted(wrong)[:3])} is trained or frozen in one of "
             "them only",
             where="init",
             hint="build every model like the one that the program was built from",
@@ -402,7 +404,7 @@ class _Mapped:
             if not isinstance(leaf, Tensor) or not leaf.dim() or leaf.shape[0] != self.members:
                 found = f"shape {list(leaf.shape)}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
                 raise DataError(
-                    f"is {found}, without a leading dimension for {self.members} members",
+                    f"the leaf is {found}, without a leading dimension for {self.members} members",
                     where="/".join(filter(None, ("batch", path))),
                     hint='stack the batches of the members: torch.stack([x, ...]); or pass batches="shared"',
                 )
@@ -515,7 +517,7 @@ def mean_and_std(outputs: Tree, *, correction: int = 1) -> MeanAndStd:
         if not isinstance(leaf, Tensor) or not leaf.dim() or not leaf.is_floating_point():
             found = f"{leaf.dtype} of shape {list(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__
             raise StateError(
-                f"is {found}, no floating tensor with a dimension for the members",
+                f"the output is {found}, not a floating tensor with a dimension for the members",
                 where="/".join(filter(None, ("outputs", path))),
                 hint="pass the outputs of ensemble(...).bind(state)",
             )

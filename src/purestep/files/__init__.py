@@ -9,7 +9,7 @@ lock        `DirectoryLock`: one writer for each directory
 failpoints  places where a test makes the disk, the process or the clock fail
 """
 
-from .atomic import directory_path as directory_path
+from .atomic import local_path as local_path
 from .atomic import make_directory as make_directory
 from .atomic import remove_tree as remove_tree
 from .atomic import replacing as replacing

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 import stat
 from collections.abc import Generator
@@ -21,16 +22,32 @@ except ImportError:  # Windows
     fcntl = None
 
 
-def directory_path(where: str, directory: Any) -> Path:
-    """Convert the path of a directory to a `Path`.
+def local_path(where: str, **paths: Any) -> Path:
+    """Convert the one keyword argument, a path of a local disk, to a `Path`.
 
     Raises:
-        ConfigError: the value is not a path, or is empty; ``Path("")`` would be the working directory.
+        ConfigError: the value is not a path, is empty (``Path("")`` would be the working directory), or is a URL, of
+            which `Path` would make a folder of the working directory.
+
+    Example:
+        >>> local_path("Snapshots", directory="runs/digits").name
+        'digits'
     """
-    if isinstance(directory, str | os.PathLike) and os.fspath(cast("str | os.PathLike[str]", directory)):
-        return Path(cast("str | os.PathLike[str]", directory))
-    hint = 'pass a path such as "runs/name", or "." for the working directory'
-    raise ConfigError(f"directory={directory!r} is not a path", where=where, hint=hint)
+    ((name, path),) = paths.items()
+    text = os.fspath(cast("str | os.PathLike[str]", path)) if isinstance(path, str | os.PathLike) else ""
+    if not text:
+        hint = f'pass a path such as "runs/name", or "." for the working directory, as {name}'
+        raise ConfigError(f"{name}={path!r} is not a path", where=where, hint=hint)
+    if _URL.match(text):
+        raise ConfigError(
+            f"{name}={text!r} is a URL, and files are written to local disks",
+            where=where,
+            hint="pass a local directory or one where the bucket is mounted (gcsfuse, s3fs), and copy it to the bucket",
+        )
+    return Path(text)
+
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # `Path` makes one slash of two; one letter is a drive of Windows
 
 
 def write_failed(path: Path | str, error: BaseException, *, size: int | None = None) -> WriteFailed:
@@ -107,7 +124,7 @@ def replacing(path: Path | str) -> Generator[Path]:
     """
     target = Path(path)
     if kind := "a directory" if target.is_dir() else special_file(target):
-        raise WriteFailed(f"is {kind} and cannot be replaced", where=str(path), hint="pass the path of a file")
+        raise WriteFailed(f"the path is {kind} and cannot be replaced", where=str(path), hint="pass the path of a file")
     temporary = target.with_name(f".{target.name[:100]}.{secrets.token_hex(8)}.tmp")
     try:
         failpoint("files.write")
@@ -195,7 +212,7 @@ def subdirectory(root: Path, name: str) -> Path:
     except OSError as error:
         raise write_failed(path, error) from error
     if path.is_symlink():
-        raise WriteFailed("is a link, which is not followed", where=str(path), hint="delete it")
+        raise WriteFailed("the path is a link, which is not followed", where=str(path), hint="delete it")
     return path
 
 

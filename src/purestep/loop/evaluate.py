@@ -73,7 +73,7 @@ def run_epoch(
     if error is not None:
         error.state = before_halt(state)
         raise error
-    return state, metric_queue.as_means(total, queue.kinds)
+    return state, metric_queue.as_means(total, queue.kinds, queue.dtype)
 
 
 def evaluate(
@@ -200,7 +200,7 @@ def check_pair(result: Any) -> tuple[Tree, Metrics]:
         check_metrics(handed_out.measured(result[1]), where="train_step")
         return result
     raise StepContractError(
-        f"returned a {type(result).__name__}"
+        f"the step returned a {type(result).__name__}"
         + (f" of {len(result)}" if isinstance(result, tuple) and not hasattr(result, "_fields") else ""),
         where="train_step",
         hint="return (state, {name: ps.Mean(total, weight)})",
@@ -221,7 +221,7 @@ def check_metrics(metrics: Any, *, where: str) -> Metrics:
                 f" of a {type(value.total).__name__} and a {type(value.weight).__name__}, not two real tensors alike"
             )
         raise StepContractError(
-            f"metric {name!r} is a {kind}" if isinstance(metrics, dict) else f"returned a {kind}",
+            f"metric {name!r} is a {kind}" if isinstance(metrics, dict) else f"the step returned a {kind}",
             where=where,
             hint="{name: ps.Mean(total, weight)}, two tensors",
         )

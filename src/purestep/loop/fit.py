@@ -14,7 +14,7 @@ from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from .. import data, events, files, parallel
-from ..compile import LiveState, MetricVector, as_dict, eager_program, released, states
+from ..compile import LiveState, MetricVector, as_dict, eager_program, released, set_batch_sizes, states
 from ..diagnostics import purity
 from ..errors import (
     ConfigError,
@@ -183,12 +183,15 @@ class _Run:
         self.view = inputs.view_to_evaluate(self.state, config)
         self.monitor = policy.monitor(config, feeds.evaluation, feeds.train.count)
         window = program.static.accumulate if program.static else 1
-        self.state, loop, self.is_resumed, saved = resume.starting_point(self.state, snapshots, config, feeds.train)
+        self.state, loop, self.is_resumed, saved, sizes = resume.starting_point(
+            self.state, snapshots, config, feeds.train
+        )
         self.state = inputs.windowed(self.state, window, loop.window)
         loop = self.monitor.resumed(loop)._replace(window=window, window_left=inputs.window_left(self.state, window))
         self.loop = loop
         self.eager = eager_program(program)
         self.program = program = train_call.ready_program(program, self.state, config)
+        set_batch_sizes(program, sizes)
         self.members = program.static.members if program.static is not None else 0
         self.call = train_call.train_call(self.eager, program, self.state, config)
         if snapshots is not None and self.monitor.metric is not None:
@@ -197,7 +200,7 @@ class _Run:
         intervals = {name: 1.0 if config.fast_dev_run else config.interval(name) for name in feeds.evaluation}
         self.schedule = EvalSchedule(intervals, feeds.train, window)
         self.accounting = accounting.opened(config.log_every, self.state, loop)
-        self.checkpointer = Checkpointer(snapshots, feeds.train, saved=saved)
+        self.checkpointer = Checkpointer(snapshots, feeds.train, program, saved=saved)
         self.best_state = BestState(self.monitor.kept_by(snapshots), config.resume)
         self.decisions = decisions.opened(mesh, signals, self.checkpointer, self.accounting, config, feeds.train)
         rank = 0 if mesh is None else mesh.rank

@@ -64,7 +64,7 @@ def checked_program(program: Any) -> Program:
     if isinstance(program, Program):
         return program
     raise ConfigError(
-        "no program was given" if program is None else f"a {type(program).__name__} is no program",
+        "no program was given" if program is None else f"program is a {type(program).__name__}, not a Program",
         where="fit",
         hint="fit(state, loaders, ps.program(model, objective, tx)), or ps.Program(train_step) for a step of your own",
     )
@@ -137,7 +137,7 @@ def _share(amount: int | float, feed: data.Feed) -> int:
 
     count = sources.count_batches(amount, feed.count(0) or feed.length, loader=feed.name)
     if count is None:
-        raise DataError("has no length", where=feed.name, hint="overfit_batches=10, a number of batches")
+        raise DataError("the loader has no length", where=feed.name, hint="overfit_batches=10, a number of batches")
     return count
 
 
@@ -177,7 +177,7 @@ def check_fits(state: Tree, program: Program) -> None:
         hint = (
             "ps.ensemble(program, members).init(), ps.stack(states), or ps.member(state, 0) for a program of one model"
         )
-        raise StateError(f"of another program: {text}", where="init_state", hint=hint)
+        raise StateError(f"the state is of another program: {text}", where="init_state", hint=hint)
     has_window, has_ema = (not isinstance(part, Empty) for part in (state.accum, state.ema))
     wrong = [f"{name} is trained in one of them only" for name in sorted({*state.params} ^ {*static.trained})[:3]]
     if has_ema != static.has_ema:
@@ -186,7 +186,7 @@ def check_fits(state: Tree, program: Program) -> None:
         wrong.append(f"accumulate={static.accumulate}, and the state has {'a' if has_window else 'no'} window")
     if wrong:
         raise StateError(
-            f"of another program: {'; '.join(wrong)}",
+            f"the state is of another program: {'; '.join(wrong)}",
             where="init_state",
             hint="program.init(); call ps.load_into(model, state) before it to take over weights",
         )
@@ -222,7 +222,9 @@ def _check_counters(state: Tree) -> None:
     for name, shape in shapes.items():
         leaf = getattr(state, name)
         if not isinstance(leaf, Tensor) or leaf.dtype != torch.int64 or leaf.shape != shape:
-            raise StateError(f"is no int64 tensor of shape {list(shape)}", where=name, hint="program.init(seed=0)")
+            raise StateError(
+                f"the leaf must be an int64 tensor of shape {list(shape)}", where=name, hint="program.init(seed=0)"
+            )
 
 
 def _check_devices(leaves: list[tuple[str, Tensor]]) -> None:
@@ -237,7 +239,7 @@ def _check_devices(leaves: list[tuple[str, Tensor]]) -> None:
             hint='program.init(seed=0, device="cuda")',
         )
     if "meta" in devices:
-        raise StateError("is on the meta device and has no values", where=devices["meta"], hint=_CURE)
+        raise StateError("the tensor is on the meta device and has no values", where=devices["meta"], hint=_CURE)
 
 
 def _check_ties(leaves: list[tuple[str, Tensor]]) -> None:
@@ -376,7 +378,7 @@ def checked_answer(state: Tree, answer: Tree, *, copied: bool) -> Tree:
     )
     if not same:
         raise StateError(
-            f"a callback returned a {type(answer).__name__} that is no state of this run",
+            f"a callback returned a {type(answer).__name__} which does not fit the state of this run",
             where="callbacks",
             hint="return None, a state of the same structure (event.state._replace(...)), or ps.Stop(reason)",
         )

@@ -86,6 +86,7 @@ class MetricQueue:
         self.depth = depth
         self._calls = 0
         self.kinds: Kinds = {}
+        self.dtype = torch.float32  # float64 if a metric was
         self._waiting: list[Metrics | MetricVector] = []
         self._tags: list[Any] = []
         self._copies: deque[_Copy] = deque()
@@ -106,6 +107,7 @@ class MetricQueue:
         tags, waiting, self._tags, self._waiting = self._tags, self._waiting, [], []
         if all(type(metrics) is MetricVector for metrics in waiting):
             stacked = cast("list[MetricVector]", waiting)
+            self.dtype = torch.promote_types(self.dtype, stacked[0].numbers.dtype)
             packed, columns = torch.cat([metrics.numbers for metrics in stacked]), [m.columns for m in stacked]
         else:
             packed, columns = self._packed([as_dict(metrics) for metrics in waiting])
@@ -117,7 +119,10 @@ class MetricQueue:
         for metrics in waiting:
             self.kinds |= {name: type(mean) for name, mean in metrics.items() if type(mean) is not Mean}
         parts = [part for metrics in waiting for mean in metrics.values() for part in (mean[0], mean[1])]
-        are_scalars = len({(part.dim(), part.dtype) for part in parts}) == 1 and parts[0].dim() == 0
+        kinds = {(part.dim(), part.dtype) for part in parts}
+        if any(dtype == torch.float64 for _, dtype in kinds):
+            self.dtype = torch.float64
+        are_scalars = len(kinds) == 1 and parts[0].dim() == 0
         if are_scalars:
             packed = torch.stack(parts)
         else:
@@ -259,10 +264,13 @@ def averaged(values: Mapping[str, float]) -> dict[str, float]:
     return averaged({**values, **means})
 
 
-def as_means(totals: Totals, kinds: Mapping[str, type[Mean]] = _NO_KINDS) -> Metrics:
+def as_means(
+    totals: Totals, kinds: Mapping[str, type[Mean]] = _NO_KINDS, dtype: torch.dtype = torch.float32
+) -> Metrics:
     """Return totals as metrics on the host."""
     plain, finished = _finished(totals, kinds)
-    return {name: Mean(torch.tensor(t), torch.tensor(w)) for name, (t, w) in plain.items()} | finished
+    made = {name: Mean(*(torch.tensor(part, dtype=dtype) for part in sums)) for name, sums in plain.items()}
+    return made | finished
 
 
 def _finished(totals: Mapping[str, tuple[float, float]], kinds: Mapping[str, type[Mean]]) -> tuple[Totals, Metrics]:

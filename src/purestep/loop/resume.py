@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import data
 from ..compile import states
 from ..errors import ConfigError, Mismatch, NotFound
+from ..files import local_path
 from ..optim import hyperparameters
+from ..parallel import mesh as meshes
 from ..snapshot import Snapshot, Snapshots
 from ..types import Tree
 from . import inputs
@@ -56,6 +58,7 @@ class StartingPoint(NamedTuple):
     loop: LoopState
     is_resumed: bool  # they are those of an interrupted run
     saved: int | None  # the call that the state was saved after; None: it is the initial one
+    sizes: Mapping[str, Any] = MappingProxyType({})  # see `compile.batch_sizes`
 
 
 def starting_point(state: Tree, snapshots: Snapshots | None, config: FitConfig, feed: data.Feed) -> StartingPoint:
@@ -77,7 +80,9 @@ def starting_point(state: Tree, snapshots: Snapshots | None, config: FitConfig, 
     log.info("resumed from step %d: epoch %d, batch %d", snapshot.step, loop.epoch + 1, loop.batch)
     _warn_of_another_seed(state, snapshot.state, source=config.resume)
     _warn_of_other_hyperparams(loop.injected, given, _injected(snapshot.state))
-    return StartingPoint(snapshot.state, loop._replace(injected=given), is_resumed=True, saved=loop.calls)
+    sizes, here = snapshot.loop.get("sizes", []), meshes.here()
+    sizes = sizes[here.rank] if len(sizes) == here.size else {}
+    return StartingPoint(snapshot.state, loop._replace(injected=given), is_resumed=True, saved=loop.calls, sizes=sizes)
 
 
 def snapshot_to_resume(state: Tree, snapshots: Snapshots | None, config: FitConfig) -> Snapshot | None:
@@ -96,7 +101,7 @@ def snapshot_to_resume(state: Tree, snapshots: Snapshots | None, config: FitConf
         _start_over(snapshots)
         return None
     if config.resume != "auto":
-        source = Snapshots(Path(config.resume).absolute(), writer=False)
+        source = Snapshots(local_path("fit", resume=config.resume).absolute(), writer=False)
         if snapshots is not None and (own := _newest_own(state, snapshots)) is not None:
             if source.directory != snapshots.directory:
                 text = "the run goes on from %s, which has snapshots: resume=%r begins a run in a directory without any"

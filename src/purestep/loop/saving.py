@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from .. import data, events, files, tree
-from ..compile import LiveState, is_alive, plain, states
+from ..compile import LiveState, batch_sizes, is_alive, plain, states
 from ..errors import NotFound
+from ..parallel import processes
 from ..snapshot import Snapshots
-from ..types import Tree
+from ..types import Program, Tree
 from .loop_state import Cell, LoopState, to_json
 
 _log = logging.getLogger("purestep")
@@ -26,12 +27,14 @@ class Checkpointer:
     Args:
         snapshots: None to save nothing.
         feed: what it stores (`Feed.to_store`) is saved with the state.
+        program: the sizes of batches that its compiled steps have met are saved too: they choose the graphs.
         saved: the call that the state was restored from, if it was.
     """
 
-    def __init__(self, snapshots: Snapshots | None, feed: data.Feed, *, saved: int | None) -> None:
+    def __init__(self, snapshots: Snapshots | None, feed: data.Feed, program: Program, *, saved: int | None) -> None:
         self.snapshots = snapshots
         self._feed = feed
+        self._program = program
         self._saved = saved
         self._rows: dict[int, dict[str, float]] = {}  # call -> its row of the history; the last one, until it is saved
 
@@ -67,7 +70,10 @@ class Checkpointer:
             return None
         files.failpoint("loop.snapshot")
         self.begin(loop)  # also for a save that fails, which is not due again at the next call
-        stored = {"record": to_json(loop), "feed": self._feed.to_store(loop.epoch, loop.batch)}
+        stored: dict[str, Any] = {"record": to_json(loop), "feed": self._feed.to_store(loop.epoch, loop.batch)}
+        sizes = processes.gathered(batch_sizes(self._program))
+        if any(sizes):
+            stored["sizes"] = sizes
         self._saved = loop.calls
         self.snapshots.save(loop.calls, state, loop=stored, metrics=metrics, history=loop.history, overwrite=again)
         return events.Saved(loop.calls, self.snapshots.directory / str(loop.calls))

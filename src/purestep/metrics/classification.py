@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, StepContractError
-from ..state import check_choice
+from ..state import check_choice, check_range
 from ..types import Mean
 
 _Average: TypeAlias = Literal["binary", "micro", "macro"]
@@ -63,8 +63,7 @@ def accuracy(
         correct = (one_per_target("accuracy", logits, labels) > threshold) == (labels == 1)
     else:
         last = classes_last("accuracy", logits, labels)
-        if not 1 <= k <= last.shape[-1]:
-            raise ConfigError(f"k={k} of {last.shape[-1]} classes", where="metrics.accuracy", hint="k=1")
+        check_range("metrics.accuracy", 1, last.shape[-1], ends="[]", cure="k=1; k counts classes", k=k)
         best = last.argmax(-1, keepdim=True) if k == 1 else last.topk(k, dim=-1).indices
         correct = (best == labels.unsqueeze(-1)).any(-1)
     return Mean((correct & valid).sum().float(), valid.sum().float())

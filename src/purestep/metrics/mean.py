@@ -132,12 +132,30 @@ def as_mean(value: Tensor | float, weight: Tensor | float = 1.0) -> Mean:
             where="metrics.as_mean",
             hint="pass a real number, or one per class: value.mean()",
         )
-    mean = mean.float()
+    mean = at_least_float32(mean)
     # `full` takes a size that varies, in a trace for batches of many sizes.
     known = weight.detach() if isinstance(weight, Tensor) else torch.full((), weight)
-    count = known.to(device=mean.device, dtype=torch.float32).expand_as(mean)
+    count = known.to(mean).expand_as(mean)
     # A mean over nothing is nan, and nan x 0 would be nan.
     return Mean(torch.where(count > 0, mean * count, torch.zeros_like(mean)), count.clone())
+
+
+def at_least_float32(value: Tensor) -> Tensor:
+    """Convert to float32, except from float64: metrics of a float64 program are float64.
+
+    Example:
+        >>> at_least_float32(torch.tensor(1)).dtype, at_least_float32(torch.tensor(1.0).double()).dtype
+        (torch.float32, torch.float64)
+    """
+    return value if value.dtype == torch.float64 else value.float()
+
+
+def in_float64(metrics: Metrics) -> Metrics:
+    """Convert totals and weights to float64."""
+    return {
+        name: mean if isinstance(mean, Gathered) else with_sums(mean, mean.total.double(), mean.weight.double())
+        for name, mean in metrics.items()
+    }
 
 
 def to_json(metrics: Metrics) -> dict[str, dict[str, Any]]:
@@ -152,7 +170,9 @@ def to_json(metrics: Metrics) -> dict[str, dict[str, Any]]:
         {'loss': {'total': 6.0, 'weight': 4.0}}
     """
     if gathered := [name for name, value in metrics.items() if isinstance(value, Gathered)]:
-        raise StepContractError("holds outputs", where=f"metrics/{gathered[0]}", hint="call metrics.compute")
+        raise StepContractError(
+            "the metric holds outputs, not sums", where=f"metrics/{gathered[0]}", hint="call metrics.compute"
+        )
     return {
         name: {field: _to_json_number(value.tolist()) for field, value in mean._asdict().items()}
         for name, mean in _on_host(measured(metrics)).items()
@@ -165,8 +185,18 @@ def _to_json_number(value: Any) -> Any:
     return value if math.isfinite(value) else None
 
 
-def from_json(found: Mapping[str, Mapping[str, Any]], *, device: torch.device | str = "cpu") -> Metrics:
+def from_json(
+    found: Mapping[str, Mapping[str, Any]],
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> Metrics:
     """Restore the metrics of `to_json` as plain Means; merging with the next batch restores a subclass of `Mean`.
+
+    Args:
+        found: name -> total and weight.
+        device: of the tensors.
+        dtype: float32, or float64 for metrics of a float64 program.
 
     Example:
         >>> metrics = {"loss": Mean(torch.tensor(6.0), torch.tensor(4.0))}
@@ -174,9 +204,7 @@ def from_json(found: Mapping[str, Mapping[str, Any]], *, device: torch.device | 
         True
     """
     return {
-        name: Mean(
-            *(torch.tensor(_from_json(mean[field]), dtype=torch.float32, device=device) for field in Mean._fields)
-        )
+        name: Mean(*(torch.tensor(_from_json(mean[field]), dtype=dtype, device=device) for field in Mean._fields))
         for name, mean in found.items()
     }
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..errors import StepContractError
 from ..types import Mean
 from .classification import logits_of
+from .mean import at_least_float32
 
 
 def mean_absolute_error(outputs: Any, targets: Tensor) -> Mean:
@@ -56,8 +57,8 @@ def _difference(name: str, outputs: Any, targets: Tensor) -> Tensor:
             where=f"metrics.{name}",
             hint="call targets.unsqueeze(-1), or outputs.squeeze(-1)",
         )
-    return predictions.float() - targets.float()
+    return at_least_float32(predictions) - at_least_float32(targets)
 
 
 def _numel(tensor: Tensor) -> Tensor:
-    return torch.full((), tensor.numel(), dtype=torch.float32, device=tensor.device)
+    return torch.full((), tensor.numel(), dtype=tensor.dtype, device=tensor.device)

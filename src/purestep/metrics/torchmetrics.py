@@ -105,7 +105,9 @@ def functions(metrics: Any) -> dict[str, Metric]:
         else:
             kind = metric.__name__ if isinstance(metric, type) else type(metric).__name__
             hint = f"{kind}()" if isinstance(metric, type) else "a function (outputs, targets) -> ps.Mean"
-            raise ConfigError(f"is a {kind}, not a function or an object", where=f"metrics/{name}", hint=hint)
+            raise ConfigError(
+                f"the metric is a {kind}, not a function or an object", where=f"metrics/{name}", hint=hint
+            )
         if both := found.keys() & named.keys():
             raise ConfigError("two metrics have this name", where=f"metrics/{min(both)}", hint="rename one of them")
         found |= named

@@ -8,6 +8,7 @@ write_check  checks that a forward pass writes no weights, and only buffers that
 from __future__ import annotations
 
 from .functional import OBJECTIVE as OBJECTIVE
+from .functional import Inference as Inference
 from .functional import Template as Template
 from .template import check_real as check_real
 from .template import copy_with as copy_with

@@ -100,7 +100,7 @@ class Bound:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run("model", "__call__", args, kwargs)
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the module other than forward, or a submodule, with the same weights.
 
         Args:
@@ -186,13 +186,20 @@ class Bound:
             found = owner if method == "__call__" else operator.attrgetter(method)(owner)
             if not callable(found):
                 cure = f"add a method that returns it: def read_{method.rpartition('.')[2]}(self, ...)"
-                raise StepContractError(f"is a {type(found).__name__}, not a method", where=method, hint=cure)
+                raise StepContractError(
+                    f"the attribute is a {type(found).__name__}, not a method", where=method, hint=cure
+                )
             numbers = self._module.numbers.read()
-            output = found(*args, **kwargs)
+            try:
+                output = found(*args, **kwargs)
+            except NotImplementedError as error:
+                raise _without_forward(error) from error
             self._module.numbers.check(numbers)
             if isinstance(output, Generator | nn.Module):  # they would be read when the module has no weights
                 cure = _LISTS.get(method, f"add a method that computes with what {method} gives")
-                raise StepContractError(f"returned a {type(output).__name__}", where=f"model.{method}", hint=cure)
+                raise StepContractError(
+                    f"the method returned a {type(output).__name__}", where=f"model.{method}", hint=cure
+                )
             # Read them before functional_call restores the module: the forward pass may have assigned new buffers.
             written: Params = {name: getattr(*at) for name, at in _places(self._module, self._names.buffers).items()}
             write_check.check_aliased_buffers(shared, self.buffers, written)
@@ -208,6 +215,37 @@ class Bound:
         if self.buffers:
             self.buffers = written
         return output
+
+
+class Inference:
+    """A module with the weights of a state, the value of ``program.bind(state)``: ``predict(x)`` calls forward,
+    ``predict.call("encode", x)`` another method or a submodule.
+
+    Args:
+        run: ``(method, args, kwargs) -> outputs``.
+
+    Example:
+        >>> import torch, purestep as ps
+        >>> class Net(torch.nn.Linear):
+        ...     def double(self, x):
+        ...         return 2 * self(x)
+        >>> program = ps.program(Net(2, 1), ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
+        >>> predict, x = program.bind(program.init()), torch.ones(4, 2)
+        >>> torch.equal(predict.call("double", x), 2 * predict(x))
+        True
+    """
+
+    __slots__ = ("_run",)
+
+    def __init__(self, run: Callable[[str, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        self._run = run
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run("__call__", args, kwargs)
+
+    def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the module other than forward, or a submodule by its dotted name."""
+        return self._run(method, args, kwargs)
 
 
 class _Dispatch(nn.Module):
@@ -416,6 +454,17 @@ def _keep_eval(module: nn.Module, patterns: Iterable[str]) -> None:
             raise ConfigError(f"{pattern!r} matches no submodule", where="keep_eval", hint=hint)
         for name in matched:
             module.get_submodule(name).eval()
+
+
+def _without_forward(error: NotImplementedError) -> Exception:
+    """The error for a module that defines no forward; any other error as it is."""
+    if 'is missing the required "forward"' not in str(error):
+        return error
+    return StepContractError(
+        "the module defines no forward",
+        where=str(error).partition("[")[2].partition("]")[0],
+        hint='call one of its methods: model.call("encode", x) in an objective, program.bind(state).call("encode", x)',
+    )
 
 
 def _inner(name: str) -> str:

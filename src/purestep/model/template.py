@@ -82,10 +82,12 @@ def _not_copied(module: nn.Module, memo: dict[int, Any], error: Exception) -> St
                 reason = "autograd computed it from other tensors"
                 utilities = [text for suffix, text in _OLD_UTILITIES.items() if hasattr(part, attribute + suffix)]
                 cure = (*utilities, "compute it in forward, or store value.detach()")[0].format(name=attribute)
-            what = f"is an attribute of {type(part).__name__} that cannot be copied: {reason}"
+            what = f"the attribute of {type(part).__name__} cannot be copied: {reason}"
             return StateError(what, where=f"{name}.{attribute}" if name else attribute, hint=cure)
         if not _is_copied(part, {key: value for key, value in known.items() if key != id(part)}):
-            return StateError(f"cannot be copied: {error}", where=name or type(part).__name__, hint=_ONLY_PLAIN)
+            return StateError(
+                f"the module cannot be copied: {error}", where=name or type(part).__name__, hint=_ONLY_PLAIN
+            )
     return StateError(f"the module cannot be copied: {error}", where=type(module).__name__, hint=_ONLY_PLAIN)
 
 
@@ -186,7 +188,9 @@ def _check_attributes(module: nn.Module, made: nn.Module) -> None:
             found = None if attribute in skipped else _reachable_weight(value, wrong, seen)
             if found is not None:
                 where = f"{name}.{attribute}" if name else attribute
-                raise StateError(f"refers to {found}", where=where, hint="use a method of the module, with self")
+                raise StateError(
+                    f"the attribute refers to {found}", where=where, hint="use a method of the module, with self"
+                )
 
 
 def _reachable_weight(value: Any, wrong: dict[int, str], seen: set[int]) -> str | None:
@@ -238,14 +242,18 @@ def check(modules: Iterable[tuple[str, nn.Module]], parameters: Named, buffers: 
 
 def _check_tensor(name: str, value: Tensor) -> None:
     if nn.parameter.is_lazy(value):
-        raise StateError("is lazy and has no shape yet", where=name, hint="run one forward pass before ps.program")
+        raise StateError(
+            "the tensor is lazy and has no shape yet", where=name, hint="run one forward pass before ps.program"
+        )
     if value.requires_grad and hidden.has_gradient_hook(value):
         hint = "replace the hook: use optim.masked, or optim.stateless(f) in the chain"
-        raise StateError("has a hook on its gradient, which a pure step does not call", where=name, hint=hint)
+        raise StateError(
+            "the parameter has a hook on its gradient, which a pure step does not call", where=name, hint=hint
+        )
     if value.is_floating_point() or value.is_complex() or not isinstance(value, nn.Parameter):
         return
     cure = f"call module.register_buffer({name.rpartition('.')[2]!r}, ...) for a tensor that is not trained"
-    raise StateError(f"is a parameter of dtype {value.dtype}; floating point is needed", where=name, hint=cure)
+    raise StateError(f"the parameter has dtype {value.dtype}; floating point is needed", where=name, hint=cure)
 
 
 def check_real(module: nn.Module, where: str) -> None:
@@ -253,7 +261,7 @@ def check_real(module: nn.Module, where: str) -> None:
     found = [name for name, value in module.named_parameters() if value.is_complex() and value.requires_grad]
     if found:
         raise ConfigError(
-            f"is not defined for complex parameters: {found[0]} is one",
+            f"the transform is not defined for complex parameters: {found[0]} is one",
             where=where,
             hint="hold real and imaginary part as one real parameter and use torch.view_as_complex in forward",
         )
@@ -265,7 +273,7 @@ def _check_memory(parameters: dict[str, Tensor], buffers: dict[str, Tensor]) -> 
     for first, second in overlaps(parameters, buffers):
         if any(name in parameters and parameters[name].requires_grad for name in (first, second)):
             raise StateError(
-                f"shares memory with {first}, a different tensor object; after training they would differ",
+                f"the tensor shares memory with {first}, a different tensor object; after training they would differ",
                 where=second,
                 hint="register the same nn.Parameter under both names, or compute one from the other in a property; "
                 "register x.clone() for columns of one matrix",
@@ -315,7 +323,7 @@ def _check_scripted(name: str, part: nn.Module) -> None:
     is_scripted = isinstance(part, torch.jit.RecursiveScriptModule)  # pyright: ignore[reportPrivateImportUsage]  # public
     if is_scripted and any(True for _ in (*part.parameters(), *part.buffers())):
         hint = "pass the plain nn.Module; ps.fit(..., compile=True) and ps.compile_step compile the whole step"
-        raise StateError("is a module of torch.jit.script, which has no get_submodule", where=name, hint=hint)
+        raise StateError("the model is a module of torch.jit.script, which has no get_submodule", where=name, hint=hint)
 
 
 def _check_mode(name: str, part: nn.Module) -> None:

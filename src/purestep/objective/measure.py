@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..errors import DataError, StepContractError
 from ..metrics import Gathered
+from ..metrics import mean as means
 from ..types import Mean
 
 
@@ -29,7 +30,8 @@ def mean_of(name: str, value: Any, targets: Any, inputs: Any = None) -> Any:
     if len(parts) == 2 and not any(part is None or isinstance(part, str | dict) for part in parts):
         total, weight = parts
         like = total if isinstance(total, Tensor) else torch.as_tensor(total, dtype=torch.float32)
-        return Mean(like.detach().float(), torch.as_tensor(weight, dtype=torch.float32, device=like.device).detach())
+        sums = means.at_least_float32(like.detach())
+        return Mean(sums, torch.as_tensor(weight, dtype=sums.dtype, device=sums.device).detach())
     if not isinstance(value, Tensor) or value.dim() != 0:
         raise StepContractError(
             f"the metric returned {'a tuple of ' * bool(parts)}{', '.join(map(describe, parts or (value,)))}",
@@ -37,7 +39,8 @@ def mean_of(name: str, value: Any, targets: Any, inputs: Any = None) -> Any:
             hint="return a Mean, a (total, weight) pair or a 0-d tensor",
         )
     size = leading(targets, inputs)
-    return Mean(value.detach().float() * size, torch.full_like(value, size, dtype=torch.float32).detach())
+    mean = means.at_least_float32(value.detach())
+    return Mean(mean * size, torch.full_like(mean, size))
 
 
 def leading(targets: Any, inputs: Any = None) -> int:
@@ -68,7 +71,7 @@ def leading(targets: Any, inputs: Any = None) -> int:
         entries = cast("tuple[Any, ...] | list[Any]", targets)
         return _rows_of_columns(entries, inputs) or len(entries)
     raise DataError(
-        f"cannot count the examples of {describe(targets)}",
+        f"purestep cannot count the examples of {describe(targets)}",
         where="targets",
         hint="pass a tensor with a leading batch dimension, or a list with one entry per example",
     )

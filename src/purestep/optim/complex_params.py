@@ -44,7 +44,7 @@ def real_only(tx: Transform, where: str) -> Transform:
         found = [name for name, param in params.items() if param.is_complex()]
         if found:
             raise ConfigError(
-                f"is not defined for complex parameters: {found[0]} is one"
+                f"the transform is not defined for complex parameters: {found[0]} is one"
                 + (f", and {len(found) - 1} more" if len(found) > 1 else ""),
                 where=where,
                 hint="use an optimizer that torch defines for them: optim.adamw(1e-3), optim.sgd(0.1); for these "

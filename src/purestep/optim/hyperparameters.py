@@ -76,7 +76,7 @@ def _by_name(factory: Callable[..., Transform], positional: tuple[Any, ...], nam
     except (TypeError, ValueError) as error:
         hint = "pass arguments by name: inject(optim.adamw)(learning_rate=0.1)"
         raise ConfigError(
-            f"cannot name its {len(positional)} positional arguments: {error}", where=name, hint=hint
+            f"inject cannot name its {len(positional)} positional arguments: {error}", where=name, hint=hint
         ) from error
     unnamed = [key for key in bound if signature.parameters[key].kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD]
     for key in (*unnamed, *(key for key in bound if key in named)):

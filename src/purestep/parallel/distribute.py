@@ -180,7 +180,7 @@ def _chosen(params: Any, names: Sequence[str]) -> Callable[[str], bool]:
     for rule in params if isinstance(params, list | tuple) else [params]:
         if not (isinstance(rule, tuple) and len(cast(Any, rule)) == 2) or cast(Any, rule)[1] not in _MODES:
             raise ConfigError(
-                f"the rule {rule!r} is no pair of a regular expression and a placement",
+                f"the rule {rule!r} must be a pair of a regular expression and a placement",
                 where=_WHERE,
                 hint='params=[("embed", "replicate"), (".*", "shard")]',
             )

@@ -38,7 +38,7 @@ def check(plan: Any, module: nn.Module) -> None:
 
     cure = 'tensor={"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}'
     if not isinstance(plan, Mapping) or not all(isinstance(style, ParallelStyle) for style in plan.values()):
-        raise ConfigError(f"tensor is {plan!r}, no mapping from names of layers to styles", where=_WHERE, hint=cure)
+        raise ConfigError(f"tensor={plan!r} must map names of layers to styles", where=_WHERE, hint=cure)
     names = [name for name, _ in module.named_modules() if name]
     for pattern in plan:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names):

@@ -39,7 +39,7 @@ class Shown(dict[str, Tensor]):
     def _checked(self, name: str) -> None:
         if name in self._hidden:
             raise StepContractError(
-                "is whole only inside of its unit, and cannot be read by the objective",
+                "the parameter is whole only inside of its unit, and cannot be read by the objective",
                 where=f"model.params/{name}",
                 hint="leave the layer out of units=[...] of ps.distribute",
             )

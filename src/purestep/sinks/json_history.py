@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 from ..events import EpochEnd, Event, FitEnd, FitStart
-from ..files import read_json, write_bytes
+from ..files import local_path, read_json, write_bytes
 from .output import OutputFile, finite
 
 Row: TypeAlias = dict[str, Any]
@@ -88,4 +88,4 @@ def history_json(path: Path | str) -> History:
         >>> json.loads(sink.path.read_text())
         [{'epoch': 1, 'train_loss': 0.5}]
     """
-    return History(Path(path))
+    return History(local_path("sinks.history_json", path=path))

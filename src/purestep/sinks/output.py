@@ -27,7 +27,7 @@ class OutputFile:
         kind = "a directory" if path.is_dir() else special_file(path) or ("a link" if path.is_symlink() else "")
         if kind:
             raise WriteFailed(
-                f"is {kind}, and a sink writes a regular file",
+                f"the path is {kind}, and a sink writes a regular file",
                 where=str(path),
                 hint="pass the path of a file; tail -f prints it while the run goes on",
             )

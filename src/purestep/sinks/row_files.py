@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..events import EpochEnd, Event, FitStart, Logged
-from ..files import parsed_json, read_regular, regular, write_bytes
+from ..files import local_path, parsed_json, read_regular, regular, write_bytes
 from .json_history import Row
 from .output import OutputFile, finite
 
@@ -185,7 +185,7 @@ def csv(path: Path | str) -> RowFile:
         kind,step,epoch,train_loss,steps_per_second,wait_fraction
         step,50,1,0.5,8.0,0.25
     """
-    return _Csv(Path(path))
+    return _Csv(local_path("sinks.csv", path=path))
 
 
 def jsonl(path: Path | str) -> RowFile:
@@ -207,4 +207,4 @@ def jsonl(path: Path | str) -> RowFile:
         >>> print(sink.path.read_text(), end="")
         {"kind": "epoch", "step": 10, "epoch": 1, "train_loss": null}
     """
-    return _JsonLines(Path(path))
+    return _JsonLines(local_path("sinks.jsonl", path=path))

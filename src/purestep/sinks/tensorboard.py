@@ -8,6 +8,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..events import EpochEnd, Event, FitEnd, FitStart, Histogram, Histograms, Logged
+from ..files import local_path
 from .trackers import points
 
 
@@ -103,4 +104,4 @@ def tensorboard(directory: Path | str) -> TensorBoard:
         raise ConfigError(
             "tensorboard is not installed", where="sinks.tensorboard", hint="pip install 'purestep[tensorboard]'"
         ) from error
-    return TensorBoard(Path(directory), SummaryWriter)
+    return TensorBoard(local_path("sinks.tensorboard", directory=directory), SummaryWriter)

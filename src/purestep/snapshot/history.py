@@ -39,7 +39,7 @@ def columns(history: Mapping[str, Any] | None) -> Columns | None:
         is_exact = int not in kinds or all(type(value) is not int or abs(value) <= 1 << 53 for value in column)
         if not (are_numbers and is_exact) or len(column) != len(next(iter(history.values()))):
             hint = "pass columns of one length, of floats, ints up to 2**53 and None"
-            raise SnapshotError("is no column of numbers", where=f"history/{name}", hint=hint)
+            raise SnapshotError("the column must hold numbers", where=f"history/{name}", hint=hint)
         found[name] = "int" if kinds == {int} else "float"
     return found
 
@@ -64,7 +64,7 @@ def read(folder: Path, columns: Columns) -> dict[str, list[Any]]:
         shape, is_transposed, dtype = np.lib.format.read_array_header_1_0(file)
         values = np.frombuffer(data, dtype, offset=file.tell()).reshape(shape, order="F" if is_transposed else "C")
     except (OSError, ValueError, MemoryError, EOFError, RecursionError) as error:
-        raise Corrupt(f"cannot be read: {error}"[:300], where=str(path)) from error
+        raise Corrupt(f"the file cannot be read: {error}"[:300], where=str(path)) from error
     if values.dtype != np.float64 or values.ndim != 2 or values.shape[1] != len(columns):
         raise Corrupt(f"{values.dtype} {list(values.shape)} for {len(columns)} columns", where=str(path))
     kinds = [int if kind == "int" else float for kind in columns.values()]
@@ -88,7 +88,7 @@ def of_old_format(root: Path, loop: Any, earlier: Mapping[str, Any]) -> dict[str
         return None
     found = cast("dict[str, list[Any]]", last)
     if not all(type(column) is list for column in found.values()):
-        raise Corrupt("the columns of the history are no lists", where=str(root))
+        raise Corrupt("the columns of the history must be lists", where=str(root))
     entry = earlier.get("loop/record/history")
     if entry is None:
         return found

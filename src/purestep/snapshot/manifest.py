@@ -238,7 +238,7 @@ def as_json(value: Any, *, where: str) -> Any:
         items = cast("Mapping[Any, Any]", value)
         for key in items:
             if not isinstance(key, str):
-                raise SnapshotError(f"the key {key!r} is no text", where=where, hint=f"{str(key)!r}")
+                raise SnapshotError(f"the key {key!r} must be text", where=where, hint=f"{str(key)!r}")
         return {key: as_json(entry, where=f"{where}/{key}") for key, entry in items.items()}
     if isinstance(value, list | tuple):
         entries = cast("list[Any]", value)
@@ -329,7 +329,9 @@ def _sizes(folder: Path, below: str = "") -> dict[str, int]:
                 if entry.is_dir(follow_symlinks=False):
                     waiting.append(Path(entry.path))
                 elif not entry.is_file(follow_symlinks=False):
-                    raise Corrupt("neither a file nor a directory; links are not followed", where=entry.path)
+                    raise Corrupt(
+                        "the path is neither a file nor a directory; links are not followed", where=entry.path
+                    )
                 else:
                     found[os.path.relpath(entry.path, folder)] = entry.stat(follow_symlinks=False).st_size
     return {name: size for name, size in sorted(found.items()) if name not in (NAME, DIGEST_NAME)}
@@ -343,7 +345,7 @@ def read(folder: Path) -> Manifest:
         Mismatch: a newer release wrote the snapshot.
     """
     if folder.is_symlink():
-        raise Corrupt("a symbolic link, which is not followed", where=str(folder))
+        raise Corrupt("the path is a symbolic link, which is not followed", where=str(folder))
     record = _parse(folder / NAME, folder / DIGEST_NAME)
     if isinstance(record.get("format"), int) and record["format"] > FORMAT:
         raise Mismatch(
@@ -356,7 +358,7 @@ def read(folder: Path) -> Manifest:
     except ValidationError as error:
         first = error.errors()[0]
         place = "/".join(map(str, first["loc"]))
-        raise Corrupt(f"not a manifest: {place}: {first['msg']}"[:500], where=str(folder / NAME)) from error
+        raise Corrupt(f"the file is not a manifest: {place}: {first['msg']}"[:500], where=str(folder / NAME)) from error
     if str(manifest.step) != folder.name and not folder.name.startswith((".", f"{manifest.step}.")):
         raise Corrupt(f"the manifest is of step {manifest.step}, not of {folder.name}", where=str(folder))
     _check_sizes(folder, manifest)
@@ -397,7 +399,7 @@ def check_files(folder: Path, manifest: Manifest, part: int) -> None:
             except (OSError, MemoryError) as error:
                 raise unreadable(folder / name, error) from error
             if found != file.crc32:
-                raise Corrupt("not what was written (its checksum differs)", where=str(folder / name))
+                raise Corrupt("the file is not what was written (its checksum differs)", where=str(folder / name))
 
 
 def read_history(folder: Path, manifest: Manifest) -> dict[str, list[Any]] | None:
@@ -433,16 +435,16 @@ def _parse(path: Path, digest_path: Path) -> dict[str, Any]:
     try:
         data, digest = (read_regular(file, LIMIT) for file in (path, digest_path))
         if digest.split()[:1] != [hashlib.sha256(data).hexdigest().encode()]:
-            raise Corrupt(f"does not have the digest in {digest_path.name}", where=str(path))
+            raise Corrupt(f"the manifest does not have the digest in {digest_path.name}", where=str(path))
         record = parsed_json(data)
     except FileNotFoundError as error:
-        raise Corrupt("missing: the snapshot is incomplete", where=str(error.filename)) from None
+        raise Corrupt("the file is missing: the snapshot is incomplete", where=str(error.filename)) from None
     except (OSError, ValueError, MemoryError) as error:
         if isinstance(error, Corrupt):
             raise
         raise unreadable(path, error) from error
     if not isinstance(record, dict):
-        raise Corrupt("not a manifest", where=str(path))
+        raise Corrupt("the file is not a manifest", where=str(path))
     return cast("dict[str, Any]", record)
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from .. import tree
 from ..errors import ConfigError, Corrupt, Locked, NotFound, RankError, SnapshotError, WriteFailed
-from ..files import DirectoryLock, directory_path, failpoint, is_locked
+from ..files import DirectoryLock, failpoint, is_locked, local_path
 from ..parallel import mesh as meshes
 from ..parallel import processes
 from ..state import check_choice, check_count
@@ -84,8 +84,8 @@ class Snapshots:
             JAX unchanged, for programs that use JAX on the GPU.
 
     Raises:
-        ConfigError: a value is out of its range, the directory is empty text, or its path has a backslash or, for a
-            writer, an opening square bracket.
+        ConfigError: a value is out of its range, the directory is empty text or a URL, or its path has a backslash or,
+            for a writer, an opening square bracket.
 
     Example:
         >>> import tempfile, torch
@@ -117,7 +117,7 @@ class Snapshots:
             check_count("Snapshots", least=1, cure="keep=1, or keep=None for all", keep=keep)
         check_count("Snapshots", least=0, cure="keep_best=0 for none", keep_best=keep_best)
         check_choice("Snapshots", ("raise", "continue"), on_save_error=on_save_error)
-        self.directory = directory_path("Snapshots", directory).absolute()
+        self.directory = local_path("Snapshots", directory=directory).absolute()
         _check_name(self.directory, writer=writer)
         self.keep = keep
         self.keep_best = keep_best
@@ -156,17 +156,19 @@ class Snapshots:
         """
         hint = "create a Snapshots after the fork"
         if self._pid != os.getpid():
-            raise SnapshotError(f"was created in process {self._pid}", where=str(self.directory), hint=hint)
+            raise SnapshotError(
+                f"the Snapshots was created in process {self._pid}", where=str(self.directory), hint=hint
+            )
         if self._closed:
-            raise SnapshotError("is closed", where=str(self.directory), hint="save inside the with block")
+            raise SnapshotError("the Snapshots is closed", where=str(self.directory), hint="save inside the with block")
         if not self._is_writer:
-            raise SnapshotError("was opened to read", where=str(self.directory), hint="pass writer=True")
+            raise SnapshotError("the Snapshots was opened to read", where=str(self.directory), hint="pass writer=True")
         here = meshes.here()
         if not self._lock.held:
             self._acquire(here)
         elif (here.rank, here.size) != self._opened_by:
             raise RankError(
-                f"was opened by {self._opened_by[1]} processes, and now there are {here.size}",
+                f"the Snapshots was opened by {self._opened_by[1]} processes, and now there are {here.size}",
                 where=str(self.directory),
                 hint="create, use and close a Snapshots inside one `with ps.parallel.start(...)`",
             )

@@ -223,7 +223,9 @@ def _read_back(job: Job, part: int, files: Mapping[str, File]) -> None:
         manifest = job.manifest.model_copy(update={"files": files}) if part else manifests.read(job.staging)
         manifests.check_files(job.staging, manifest, part)
     except Corrupt as error:
-        raise WriteFailed(f"reads back as damaged: {error.what}", where=error.where, hint="check the disk") from error
+        raise WriteFailed(
+            f"the snapshot reads back as damaged: {error.what}", where=error.where, hint="check the disk"
+        ) from error
 
 
 def _clear(root: Path, step: int, staging: Path) -> None:

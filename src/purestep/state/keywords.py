@@ -130,7 +130,7 @@ def _unknown_keyword(where: str, known: frozenset[str], given: Mapping[str, Any]
         hint = _ELSEWHERE[name]
     elif near:
         hint = f"{near}={_shown(given[name])}"
-    return ConfigError(f"has no argument {name!r}", where=where, hint=hint)
+    return ConfigError(f"the function has no argument {name!r}", where=where, hint=hint)
 
 
 def _shown(value: Any) -> str:

@@ -50,7 +50,7 @@ def stack(states: Sequence[Tree]) -> Tree:
         for path, one, leaf in zip(tree.paths(plain[0]), first, leaves, strict=True):
             if _kind(one) != _kind(leaf):
                 raise StateError(
-                    f"is {_kind(one)} in state 0 and {_kind(leaf)} in state {index}",
+                    f"the leaf is {_kind(one)} in state 0 and {_kind(leaf)} in state {index}",
                     where=path,
                     hint="stack states of one program, on one device",
                 )
@@ -90,7 +90,9 @@ def member(state: Tree, index: int) -> Tree:
     index = index.__index__()
     if not -size <= index < size:
         found = f"has {size} members" if size else "is not stacked: its leaves have no common leading dimension"
-        raise StateError(f"has no member {index}: it {found}", where="state", hint="pass a state of ps.ensemble")
+        raise StateError(
+            f"the state has no member {index}: it {found}", where="state", hint="pass a state of ps.ensemble"
+        )
     return tree.map(lambda leaf: leaf[index].clone(), state)
 
 

@@ -180,7 +180,7 @@ def check_callable(where: str, cure: str, **functions: Any) -> None:
     """
     for name, value in functions.items():
         if not callable(value):
-            raise ConfigError(f"{name}={value!r} is no function", where=where, hint=cure)
+            raise ConfigError(f"{name}={value!r} must be a function", where=where, hint=cure)
 
 
 def listed(where: str, cure: str, **series: Any) -> list[Any]:
@@ -195,7 +195,7 @@ def listed(where: str, cure: str, **series: Any) -> list[Any]:
             return list(cast("list[Any]", value))
         except TypeError:  # a number, a function, a tensor without dimensions
             pass
-    raise ConfigError(f"{name}={value!r} is no list", where=where, hint=cure)
+    raise ConfigError(f"{name}={value!r} must be a list", where=where, hint=cure)
 
 
 def usable_device(name: str | torch.device) -> torch.device:

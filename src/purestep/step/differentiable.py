@@ -165,8 +165,8 @@ def check_state(state: Any) -> TrainState:
         StateError: it is not a whole TrainState of one model.
     """
     if not isinstance(state, TrainState):
-        raise StateError(f"is a {type(state).__name__}", where="state", hint="pass a state of program.init()")
+        raise StateError(f"the state is a {type(state).__name__}", where="state", hint="pass a state of program.init()")
     if not isinstance(state.placement, Empty):
-        raise StateError("is divided among several processes", where="state", hint="pass ps.full(state)")
+        raise StateError("the state is divided among several processes", where="state", hint="pass ps.full(state)")
     stacked.check_single(state, where="state")
     return state

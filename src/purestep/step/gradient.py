@@ -303,7 +303,7 @@ def _micro(spec: Spec, form: Form, state: TrainState, batch: Batch, context: tup
             grads[name] = _own(grads[name], loss.weight)
     write_check.check_sizes(state.buffers, buffers)
     metrics = {name: means.with_sums(mean, *finite_mean(*mean)) for name, mean in loss.metrics.items()}
-    metrics["loss"] = finite_mean(loss.mean.float() * loss.weight, loss.weight)
+    metrics["loss"] = finite_mean(loss.mean * loss.weight, loss.weight)
     for name, value in values.items():
         if name in metrics:
             raise StepContractError(
@@ -361,8 +361,8 @@ def _joined_outputs(parts: list[tuple[Batch, Any]]) -> Any:
         for path, leaf in tree.with_paths(outputs):
             if not leaf.dim() or leaf.shape[0] != count:
                 raise StepContractError(
-                    f"has shape {list(leaf.shape)}, without the {count} rows of its micro-batch as first dimension: "
-                    f"those of {len(parts)} parts cannot be joined",
+                    f"the output has shape {list(leaf.shape)}, without the {count} rows of its micro-batch as first "
+                    f"dimension: those of {len(parts)} parts cannot be joined",
                     where=f"outputs/{path}",
                     hint="transpose it, rows first; for a number use a metric; or set microbatches=1",
                 )

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from .. import rng, tree
+from ..errors import StepContractError
 from ..model import functional, write_check
 from ..state import stacked, views
 from ..torch_ext import tracing
 from ..types import Batch, Carrying, Loss, Mean, Metrics, Params, TrainState
-from .loss_checks import check_loss, counted, rows_of
+from .loss_checks import check_loss, counted, like_loss, rows_of
 from .random_draws import drawn
 from .spec import Spec
 
@@ -52,16 +53,29 @@ def eval_step_of(spec: Spec) -> Callable[..., Metrics]:
             loss = counted(check_loss(found, state.step.device, train=False), counts)
             return loss, {name: bound.buffers[name].detach() for name in carried}
 
-        with torch.no_grad():
-            found = evaluate() if tracing.in_graph() else drawn(evaluate, _number(state, index), state.step.device)
+        try:
+            with torch.no_grad():
+                found = evaluate() if tracing.in_graph() else drawn(evaluate, _number(state, index), state.step.device)
+        except RuntimeError as error:
+            if "does not require grad" not in str(error):
+                raise
+            raise _without_gradients() from error
         loss, carried = found
         weight = torch.where(loss.weight > 0, loss.weight, torch.zeros_like(loss.weight))
-        total = torch.where(loss.weight > 0, loss.mean.float() * weight, torch.zeros_like(weight))
-        return {**tree.detach(loss.metrics), "loss": Mean(total, weight)}, carried
+        total = torch.where(loss.weight > 0, loss.mean * weight, torch.zeros_like(loss.mean))
+        return like_loss({**tree.detach(loss.metrics), "loss": Mean(total, weight)}, loss.mean), carried
 
     if spec.carry:
         vars(eval_step)["carrying"] = Carrying(carrying, spec.carry)
     return eval_step
+
+
+def _without_gradients() -> StepContractError:
+    return StepContractError(
+        "the objective differentiates, and an evaluation follows no gradients",
+        where="objective",
+        hint="write `with torch.enable_grad():` around it, and x = x.detach().requires_grad_() inside",
+    )
 
 
 def _written_buffers(spec: Spec, bound: functional.Bound) -> Callable[[], None]:
@@ -103,11 +117,12 @@ def _number(state: TrainState, index: int) -> int:
     return rng.mix(*seeds, "eval", index)
 
 
-def bind_of(spec: Spec) -> Callable[..., Callable[..., Any]]:
+def bind_of(spec: Spec) -> Callable[..., functional.Inference]:
     """Build a program's ``bind``."""
 
-    def bind(state: TrainState, view: str | None = None, train: bool = False) -> Callable[..., Any]:
-        """Return a plain callable with these weights, in the program's precision.
+    def bind(state: TrainState, view: str | None = None, train: bool = False) -> functional.Inference:
+        """Return the module as a function with these weights, in the program's precision: ``predict(x)`` calls forward,
+        ``predict.call("encode", x)`` another method.
 
         Args:
             state: of this program.
@@ -119,14 +134,14 @@ def bind_of(spec: Spec) -> Callable[..., Callable[..., Any]]:
         stacked.check_single(state, where="bind")
         chosen = views.view(state, "params" if train and view is None else view)
 
-        def predict(*args: Any, **kwargs: Any) -> Any:
+        def run(method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             start = {name: value.to(chosen.buffers[name]) for name, value in spec.carry.items()}
             buffers = {**chosen.buffers, **start}
             bound = functional.bind(spec.template, chosen.params, chosen.frozen, buffers, train=train)
             args, kwargs = spec.policy.cast((args, kwargs))
             with torch.set_grad_enabled(train), spec.policy.autocast(chosen.step.device):
-                return bound(*args, **kwargs)
+                return bound.call(method, *args, **kwargs)
 
-        return predict
+        return functional.Inference(run)
 
     return bind

@@ -88,7 +88,9 @@ def _target(module: nn.Module, device: torch.device | str | None) -> torch.devic
 def _place(named: Params, device: torch.device, policy: Policy) -> Params:
     def leaf(name: str, value: Tensor) -> Tensor:
         if value.device.type == "meta":
-            raise StateError("is on the meta device and has no values", where=name, hint="load weights before init")
+            raise StateError(
+                "the tensor is on the meta device and has no values", where=name, hint="load weights before init"
+            )
         # Always copy: the module belongs to the user. The copy keeps dense layouts (channels_last).
         return policy.cast(value.to(device=device, copy=True))
 

@@ -32,7 +32,9 @@ def check_loss(loss: Any, device: torch.device, *, train: bool) -> Loss:
     """
     cure = "return ps.Loss(mean, weight, metrics), or use ps.supervised"
     if not isinstance(loss, Loss):
-        raise StepContractError(f"returned a {type(loss).__name__}, not a Loss", where="objective", hint=cure)
+        raise StepContractError(
+            f"the objective returned a {type(loss).__name__}, not a Loss", where="objective", hint=cure
+        )
     mean: Any = loss.mean
     if not isinstance(mean, Tensor):
         raise StepContractError(f"the loss is a {type(mean).__name__}, not a tensor", where="objective", hint=cure)
@@ -60,7 +62,7 @@ def _checked_outputs(given: Any) -> dict[str, Any]:
     """Copies of the outputs: they may share memory with weights, which a donated step writes."""
     if not isinstance(given, Mapping):
         raise StepContractError(
-            f"are a {type(given).__name__}, not a mapping",
+            f"the outputs are a {type(given).__name__}, not a mapping",
             where="outputs",
             hint='pass ps.Loss(mean, weight, metrics, outputs={"errors": errors})',
         )
@@ -70,7 +72,7 @@ def _checked_outputs(given: Any) -> dict[str, Any]:
     for path, leaf in tree.with_paths(found):
         if not isinstance(leaf, Tensor):
             raise StepContractError(
-                f"is a {type(leaf).__name__}, not a tensor",
+                f"the output is a {type(leaf).__name__}, not a tensor",
                 where=f"outputs/{path}",
                 hint="pass a tensor; a number that is to be averaged is a metric",
             )
@@ -112,7 +114,7 @@ def _checked_metrics(given: Any, device: torch.device, train: bool) -> Metrics:
     for name, mean in found.items():
         if not isinstance(mean, Mean | Gathered):
             raise StepContractError(
-                f"is a {type(mean).__name__}, not a Mean",
+                f"the metric is a {type(mean).__name__}, not a Mean",
                 where="metrics" + (f"/{name}" if name else ""),
                 hint="pass ps.Loss(mean, weight, {name: ps.metrics.as_mean(value, len(x))}), or ps.Mean(total, weight)",
             )
@@ -137,7 +139,7 @@ def _checked_metrics(given: Any, device: torch.device, train: bool) -> Metrics:
         total, weight = mean
         if total.shape != weight.shape or total.dim() > 1:
             raise StepContractError(
-                f"is a Mean of a total of shape {list(total.shape)} and a weight of shape {list(weight.shape)}",
+                f"the metric is a Mean of a total {list(total.shape)} and a weight {list(weight.shape)}",
                 where=f"metrics/{name}",
                 hint="pass total.sum() for one number per row, or two vectors for one mean per class",
             )
@@ -149,7 +151,7 @@ def _checked_part(name: str, given: Any, device: torch.device) -> Tensor:
         return torch.full((), given, dtype=torch.float32, device=device)
     if not isinstance(given, Tensor):
         hint = "pass ps.Mean(total, weight) of two tensors or numbers"
-        raise StepContractError(f"is a Mean of a {type(given).__name__}", where=f"metrics/{name}", hint=hint)
+        raise StepContractError(f"the metric is a Mean of a {type(given).__name__}", where=f"metrics/{name}", hint=hint)
     return _to_device(given, device)
 
 
@@ -192,6 +194,11 @@ def counted(loss: Loss, counts: Tensor | None) -> Loss:
 
 def finite_mean(total: Tensor, weight: Tensor) -> Mean:
     """Return a Mean without entries that are not finite or have no weight: one nan must not spoil an epoch's mean."""
-    total = total.float()
+    total = means.at_least_float32(total)
     counted, zero = is_finite(total) & (weight > 0), torch.zeros_like(total)
-    return Mean(torch.where(counted, total, zero), torch.where(counted, weight.float(), zero))
+    return Mean(torch.where(counted, total, zero), torch.where(counted, weight.to(total.dtype), zero))
+
+
+def like_loss(metrics: Metrics, loss: Tensor) -> Metrics:
+    """The metrics in float64 if the loss is float64, else as they are."""
+    return means.in_float64(metrics) if loss.dtype == torch.float64 else metrics

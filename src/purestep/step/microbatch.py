@@ -30,13 +30,13 @@ def split(batch: Batch, count: int) -> Iterator[Batch]:
     number, listed = _rows_and_lists(batch, count)
     if number < count:
         hint = "set drop_last=True in the loader if it is the last batch of an epoch, or use fewer microbatches"
-        raise DataError(f"has {number} rows, too few for {count} micro-batches", where="batch", hint=hint)
+        raise DataError(f"the batch has {number} rows, too few for {count} micro-batches", where="batch", hint=hint)
     bounds = [at * (number // count) + min(at, number % count) for at in range(count + 1)]
     leaves, treedef = tree.flatten(batch, is_leaf=lambda node: id(node) in listed)
     for leaf in leaves:
         if isinstance(leaf, Tensor) and not tensor_layout.is_dense(leaf):
             raise DataError(
-                f"holds a {tensor_layout.layout_name(leaf)} tensor, which torch does not split into {count} "
+                f"the batch holds a {tensor_layout.layout_name(leaf)} tensor, which torch does not split into {count} "
                 "micro-batches",
                 where="batch",
                 hint="call x.to_dense() or pad the tensor in the loader, or set microbatches=1",
@@ -81,14 +81,14 @@ def _rows_and_lists(batch: Batch, count: int) -> tuple[int, dict[int, Any]]:
         number = len((examples or [node for node in lists if _sizes(node)] or lists)[0])
     else:
         hint = "set microbatches=1"
-        raise DataError(f"holds no tensor to split into {count} micro-batches", where="batch", hint=hint)
+        raise DataError(f"the batch holds no tensor to split into {count} micro-batches", where="batch", hint=hint)
     listed = {id(node): node for node in _of_length(lists, number)}
     if not any(len(node) == number for node in examples):  # which no columns can be
         for node in listed.values():
             sizes = _sizes(node)
             if len(sizes) == 1 and (sizes[0] == number or not columns):
                 raise DataError(
-                    f"holds a list of {number} tensors of {sizes[0]} rows: one for each row, or columns",
+                    f"the batch holds a list of {number} tensors of {sizes[0]} rows: one for each row, or columns",
                     where="batch",
                     hint="stack tensors of one size: torch.stack(x); name columns: {'a': x, 'b': y}; or make a list of "
                     "one dict for each row",

@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import optim
 from ..errors import ConfigError
 from ..optim import numerics
-from ..state import is_number
+from ..state import check_range, is_number
 from ..types import Batch, Form, Params, TrainState
 from . import exchange, gradient
 from .spec import Micro, Spec
@@ -61,8 +61,7 @@ def checked(sam: Any, accumulate: int) -> Sam | None:
     found = Sam(sam) if is_number(sam) else sam
     if not isinstance(found, Sam):
         raise ConfigError(f"sam is a {type(sam).__name__}", where="program", hint="pass sam=0.05, or sam=ps.Sam(0.05)")
-    if not is_number(found.rho) or not 0 < found.rho < float("inf"):
-        raise ConfigError(f"rho={found.rho!r} must be a finite number greater than 0", where="sam", hint="ps.Sam(0.05)")
+    check_range("sam", 0, ends="()", cure="ps.Sam(0.05)", rho=found.rho)
     if not isinstance(found.adaptive, bool):  # pyright: ignore[reportUnnecessaryIsInstance]  # may be of any type
         raise ConfigError(
             f"adaptive={found.adaptive!r} must be True or False", where="sam", hint="ps.Sam(0.5, adaptive=True)"

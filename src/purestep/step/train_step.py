@@ -18,6 +18,7 @@ from ..types import Batch, Empty, Form, Metrics, Params, Steps, TrainState
 from . import exchange
 from .accumulation import accumulate, close
 from .gradient import kept_buffers
+from .loss_checks import like_loss
 from .random_draws import drawn_in_step
 from .spec import Accum, Micro, Spec, sum_is_divided
 from .update import apply, weight_or_nan
@@ -68,7 +69,8 @@ def steps_of(spec: Spec, form: Form) -> Steps:
                 new = new._replace(buffers=kept_buffers(state.buffers, micro, counted))
         else:
             new, micro, metrics = accumulate(spec, form, state, micro)
-        return _count_call(state, new), handed_out.with_outputs(_joined(micro.metrics, metrics), micro.outputs)
+        metrics = like_loss(_joined(micro.metrics, metrics), micro.mean)
+        return _count_call(state, new), handed_out.with_outputs(metrics, micro.outputs)
 
     def flush(state: TrainState) -> tuple[TrainState, Metrics]:
         """Close an open window according to the program's ``tail``."""
@@ -78,7 +80,7 @@ def steps_of(spec: Spec, form: Form) -> Steps:
         accum = cast(Accum, state.accum)
         weight = accum.weight if spec.tail == "step" else torch.zeros_like(accum.weight)
         new, metrics = close(spec, form, state, accum._replace(weight=weight), spec.reach.ever)
-        return _count_call(state, new), metrics
+        return _count_call(state, new), like_loss(metrics, metrics["grad_norm"].total)
 
     return Steps(train_step, flush)
 
@@ -141,7 +143,7 @@ def _joined(measured: Metrics, own: Metrics) -> Metrics:
 
 
 def _no_state(found: Any) -> StateError:
-    return StateError(f"is a {type(found).__name__}", where="state", hint="call train_step(state, batch)")
+    return StateError(f"the state is a {type(found).__name__}", where="state", hint="call train_step(state, batch)")
 
 
 def _drawing(spec: Spec, form: Form, state: TrainState, batch: Batch, call: Callable[[], Micro]) -> Micro:
@@ -168,7 +170,7 @@ def _drawing(spec: Spec, form: Form, state: TrainState, batch: Batch, call: Call
         if not elsewhere or "device" not in str(error):
             raise
         raise DataError(
-            f"is not on {here}, where the state is",
+            f"the tensor is not on {here}, where the state is",
             where="/".join(filter(None, ("batch", elsewhere[0]))),
             hint="call batch = ps.to_device(batch, state)",
         ) from error

@@ -104,7 +104,7 @@ def _on_host(window: _Window, weight: Tensor, verdict: Tensor) -> tuple[TrainSta
         ema=average,
         scaler=spec.scaler.update(state.scaler, true),
     )
-    return new, _update_metrics(state, rates, window.norm.float(), applied=torch.ones(())), true
+    return new, _update_metrics(state, rates, window.norm, applied=torch.ones(())), true
 
 
 def _refused(
@@ -124,7 +124,7 @@ def _refused(
     if fails and not isinstance(state.halted, Empty):
         new = new._replace(halted=state.step + 1)
     shown = rates or {name: torch.zeros_like(rate) for name, rate in rates_of(state.opt_state).items()}
-    metrics = _update_metrics(state, shown, torch.zeros(()), applied=torch.zeros(()))
+    metrics = _update_metrics(state, shown, torch.zeros_like(window.norm), applied=torch.zeros(()))
     return new, metrics, torch.full((), finite is True)
 
 
@@ -188,7 +188,7 @@ def _on_device(window: _Window, weight: Tensor, verdict: Tensor) -> tuple[TrainS
     shown = {
         name: rate * share if usable is None else torch.where(attempted, rate, share) for name, rate in rates.items()
     }
-    norm = torch.where(applied, window.norm.float(), share)
+    norm = torch.where(applied, window.norm, torch.zeros_like(window.norm))
     return new, _update_metrics(state, shown, norm, applied=share), attempted
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError, Mismatch, StateError, WriteFailed
-from ..files import directory_path, replacing, write_failed
+from ..files import local_path, replacing, write_failed
 from ..model import OBJECTIVE, copy_with, unwrapped
 from ..parallel import placement, processes
 from ..state import nearest, nearest_names, stacked, views
@@ -73,9 +73,11 @@ def export_weights(
         >>> model.load_state_dict(load_file(path))
         <All keys matched successfully>
     """
-    target = Path(path)
+    target = local_path("export_weights", path=path)
     if target.suffix not in (".safetensors", ".pt", ".pth"):
-        raise ConfigError(f"{target.suffix!r} is no format", where=str(path), hint="use the suffix .safetensors or .pt")
+        raise ConfigError(
+            f"the suffix {target.suffix!r} names no format", where=str(path), hint="use the suffix .safetensors or .pt"
+        )
     stacked.check_single(state, where="export_weights")
     shown = placement.weights(views.view(state, view))
     processes.first(lambda: _write(target, program, weights(program, shown, only=only)))
@@ -263,7 +265,7 @@ def save_pretrained(
         >>> all(torch.equal(value, state.params[name]) for name, value in loaded.named_parameters())
         True
     """
-    target, module = directory_path("save_pretrained", directory), unwrapped(model)
+    target, module = local_path("save_pretrained", directory=directory), unwrapped(model)
     if not callable(getattr(module, "save_pretrained", None)):
         hint = "pass a model of transformers, PEFT or diffusers, or call export_weights(path, program, state)"
         raise ConfigError(f"a {type(module).__name__} has no method save_pretrained", where="model", hint=hint)
