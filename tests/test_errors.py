@@ -192,4 +192,4 @@ def test_help_shows_every_setting_of_a_run():
     text = ps.FitConfig.__doc__ or ""
     for name, field in ps.FitConfig.model_fields.items():
         assert field.description, name
-        assert f"\n    {name} = {field.default!r}: " in text, name
+        assert f"\n    {name} (default {field.default!r}): " in text, name

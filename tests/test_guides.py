@@ -29,7 +29,8 @@ def cases() -> list[object]:
 
 # PEFT uses a name of transformers that is deprecated.
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-# Lightning uses a class of torch that is deprecated.
+# Keras gives torch's tensors to numpy as numpy 1 did; Lightning uses a class of torch that is deprecated.
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 @pytest.mark.parametrize("path", cases())
 def test_the_blocks_of_a_page_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

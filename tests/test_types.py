@@ -91,7 +91,8 @@ def test_a_program_of_ones_own_needs_a_train_step_alone():
     program = Program(lambda state, batch: (state + batch, {}))
     assert program.train_step(1, 2) == (3, {})
     assert program.flush("any state") == ("any state", {})
-    assert program[2:] == (None, None, None, None)
+    assert program[2:6] == (None, None, None, None)
+    assert program.begin("any state") == "any state"
 
 
 def test_the_default_metrics_of_a_loss_are_shared_and_cannot_be_written():

@@ -22,8 +22,6 @@ from .state import is_count
 from .torch_ext import tensor_layout
 from .types import Metrics, Program, Tree
 
-"""Consecutive calls of a train step: the state before the first, the batches, and the number of the first."""
-
 
 def assert_pure(step: Callable[..., Any], state: Tree, batch: Any, *context: Any) -> None:
     """Assert that a step is a pure function of its arguments.

@@ -782,7 +782,7 @@ def test_a_known_graph_is_taken_without_waiting_for_those_who_make_one(
     for rows in (8, 7, 6, 5):
         state, _ = step(state, vector_batch(rows))
     monkeypatch.setattr(graphs, "exclusive", lambda: pytest.fail("one thread at a time"))
-    for rows in (8, 4, 6, 9, 7, 3):
+    for rows in (8, 6, 5, 7, 5, 6):  # a size of another process, or a new one, waits: its place decides its graph
         state, _ = step(state, vector_batch(rows))
     assert step.graphs == 3
 
@@ -1118,7 +1118,9 @@ def test_a_compiled_step_says_that_autograd_cannot_follow_it(donate: bool) -> No
     step, state = ps.compile_step(program.train_step, donate=donate, backend="aot_eager"), program.init()
     leaves = {name: weight.clone().requires_grad_() for name, weight in state.params.items()}
     for _ in range(2):
-        with pytest.raises(StepContractError, match=r"state/params/.*: requires a gradient, .*cure: call program.tr"):
+        with pytest.raises(
+            StepContractError, match=r"state/params/.*: the parameter requires a gradient, .*cure: call program.tr"
+        ):
             step(state._replace(params=leaves), vector_batch())
         with torch.no_grad():
             new, _ = step(state._replace(params=leaves), vector_batch())

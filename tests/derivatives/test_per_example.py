@@ -78,7 +78,7 @@ def test_gradients_equal_those_of_single_rows(name: str, chunk_size: int | None)
     norms = torch.stack([ps.optim.global_norm(each) for each in expected])
     torch.testing.assert_close(found.norms, norms, **EXACT)
     losses = [chosen.train_step(state, row)[1]["loss"] for row in rows_of(batch)]
-    torch.testing.assert_close(found.losses.float(), torch.stack([loss.compute() for loss in losses]))
+    torch.testing.assert_close(found.losses, torch.stack([loss.compute() for loss in losses]))
     only = ps.per_example(chosen, chunk_size=chunk_size, norms_only=True)(state, batch)
     assert only.grads == {}
     assert_trees_close(only._replace(grads=found.grads), found, **EXACT)
@@ -234,7 +234,7 @@ class TestErrors:
                 return super().forward(x) * (2 if x.sum().item() > 0 else 1)
 
         chosen = program(Reads(4, 3))
-        with pytest.raises(StepContractError, match=r"per_example: .*\.item\(\).*layers\.md"):
+        with pytest.raises(StepContractError, match=r"per_example: .*\.item\(\)"):
             ps.per_example(chosen)(chosen.init(device="cpu"), vector_batch())
 
     def test_the_models_own_errors_pass(self):

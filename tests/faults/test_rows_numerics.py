@@ -230,9 +230,9 @@ LOSSES: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
     "a bool": (r"the loss has shape \[\] and dtype torch.bool", lambda out: of(out.mean() > 0)),
     "a float": (r"the loss is a float, not a tensor", lambda out: of(out.mean().item())),
     "None": (r"the loss is a NoneType, not a tensor", lambda out: of(None)),
-    "nothing": (r"returned a NoneType, not a Loss", lambda out: None),
-    "a tensor": (r"returned a \w*Tensor, not a Loss", lambda out: out.mean()),
-    "a pair": (r"returned a tuple, not a Loss", lambda out: (out.mean(), {})),
+    "nothing": (r"the objective returned a NoneType, not a Loss", lambda out: None),
+    "a tensor": (r"the objective returned a \w*Tensor, not a Loss", lambda out: out.mean()),
+    "a pair": (r"the objective returned a tuple, not a Loss", lambda out: (out.mean(), {})),
 }
 
 

@@ -157,12 +157,12 @@ def test_row_04_no_directory_to_write_into_is_told_before_the_first_step(
     (tmp_path / "file").write_text("")
     (tmp_path / "run").mkdir()
 
-    real = Path.mkdir
+    real = os.mkdir
 
-    def mkdir(self: Path, *args: Any, **kwargs: Any) -> None:
-        if self.name.startswith("."):
-            raise OSError(30, "Read-only file system", str(self))
-        real(self, *args, **kwargs)
+    def mkdir(path: Any, *args: Any, **kwargs: Any) -> None:
+        if Path(path).name.startswith("."):
+            raise OSError(30, "Read-only file system", str(path))
+        real(path, *args, **kwargs)
 
     def check(folder: Path, text: str) -> None:
         done: list[int] = []
@@ -173,7 +173,7 @@ def test_row_04_no_directory_to_write_into_is_told_before_the_first_step(
     check(tmp_path / "file", "the path of a directory, not of a file")
     check(tmp_path / "file" / "below", "the path of a directory, not of a file")
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "mkdir", mkdir)
+        patch.setattr(os, "mkdir", mkdir)
         check(tmp_path / "run", "not mounted read-only")
         with fails_without("purestep.snapshot.directory.probe"):
             check(tmp_path / "run", "not mounted read-only")

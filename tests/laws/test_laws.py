@@ -146,7 +146,7 @@ def keeps_kind(step: Callable[..., Any], state: Any, batch: Any) -> None:
     assert not [path for path, leaf in tree.with_paths(new) if leaf.dim() == 0 and leaf.dtype == torch.float64]
     for mean in measured.values():
         assert mean.total.shape == mean.weight.shape
-        assert mean.total.dtype == torch.float32
+        assert mean.total.dtype == measured["loss"].total.dtype
 
 
 @TABLE

@@ -89,7 +89,7 @@ def test_a_range_of_learning_rates_is_that_of_one_process(found: list[dict[str, 
             "lbfgs",
             "ConfigError: program: the transform evaluates the loss of a call again, which it cannot do with sev",
         ),
-        ("complex", "ConfigError: distribute: is not defined for complex parameters: weight is one"),
+        ("complex", "ConfigError: distribute: the transform is not defined for complex parameters: weight is one"),
         ("a stream", "RankError: predict: a loader without indices cannot be divided among 2 processes"),
     ],
 )

@@ -186,7 +186,7 @@ def test_a_history_in_a_snapshot_and_rows_as_csv(tmp_path: Path):
     file = tmp_path / str(run.snapshots[-1].step) / "history.npy"
     file.write_bytes(file.read_bytes()[:-1] + b"\1")
     assert read_run(tmp_path).problems == []
-    assert "history.npy: not what was written" in " ".join(read_run(tmp_path, verify=True).problems)
+    assert "history.npy: the file is not what was written" in " ".join(read_run(tmp_path, verify=True).problems)
     file.unlink()
     assert "history.npy: missing" in " ".join(read_run(tmp_path).problems)
 

@@ -475,7 +475,9 @@ def test_only_a_regular_file_is_written(
             one.bind(str(path))
     else:
         path.symlink_to("/dev/null")
-    with pytest.raises(WriteFailed, match=rf"place: is {kind}, and a sink writes a regular file.*cure: pass the path"):
+    with pytest.raises(
+        WriteFailed, match=rf"place: the path is {kind}, and a sink writes a regular file.*cure: pass the path"
+    ):
         make(path)
     assert [entry.name for entry in tmp_path.iterdir()] == ["place"]
 

@@ -255,7 +255,7 @@ def leaf(**changes) -> dict[str, object]:
         ({"step": 7}, "the manifest is of step 7, not of"),
         ({"step": "1"}, "not a manifest: step: .*valid integer"),
         ({"format": "3"}, "not a manifest: format"),
-        ({"history": {"loss": "float"}}, r"history\.npy: cannot be read"),
+        ({"history": {"loss": "float"}}, r"history\.npy: the file cannot be read"),
         ({"history": {"loss": "os.system"}}, "not a manifest: history/loss"),
         ({"files": {"../../outside": {"size": 3, "crc32": None}}}, "missing where 3 bytes were written"),
         ({"metrics": {"loss": "low"}}, "not a manifest"),
@@ -303,7 +303,7 @@ def test_a_history_that_claims_more_than_its_file_has(tmp_path):
     path.write_bytes(path.read_bytes().replace(b"(2, 1)", b"(9999999999, 1)").replace(b" " * 9 + b"\n", b"\n"))
     listed = {name: file._asdict() for name, file in manifest.inventory(tmp_path / "1").items()}
     forge(tmp_path / "1", lambda record: record.update(files=listed))
-    with pytest.raises(errors.Corrupt, match=r"history\.npy: cannot be read"):
+    with pytest.raises(errors.Corrupt, match=r"history\.npy: the file cannot be read"):
         Snapshots(tmp_path, writer=False).restore(state(0))
 
 

@@ -477,9 +477,9 @@ def test_settings_that_do_not_fit():
         (ConfigError, "model 0 is a NoneType", lambda: several.init(factory=lambda: None)),  # type: ignore[arg-type]
         (ConfigError, "model 1 is a NoneType", lambda: several.init(models=[factory(), None])),  # type: ignore[list-item]
         (ConfigError, "factory is a Sequential", lambda: several.init(factory=factory())),
-        (ConfigError, "seed is None", lambda: several.init(seed=None)),  # type: ignore[arg-type]
-        (ConfigError, "seed is 'a'", lambda: several.init(seed="a")),  # type: ignore[arg-type]
-        (ConfigError, "seed is 1.5", lambda: several.init(seeds=[1, 1.5], factory=factory)),  # type: ignore[list-item]
+        (ConfigError, "seed=None must be", lambda: several.init(seed=None)),  # type: ignore[arg-type]
+        (ConfigError, "seed='a' must be", lambda: several.init(seed="a")),  # type: ignore[arg-type]
+        (ConfigError, "seed=1.5 must be", lambda: several.init(seeds=[1, 1.5], factory=factory)),  # type: ignore[list-item]
         (ConfigError, "vary is a list", lambda: several.init(vary=[1e-3, 1e-2])),  # type: ignore[arg-type]
         (ConfigError, "learning_rate is a str", lambda: several.init(vary={"learning_rate": ["a", "b"]})),  # type: ignore[list-item]
         (
@@ -498,7 +498,7 @@ def test_settings_that_do_not_fit():
         (StateError, "no state to stack", lambda: ps.stack([])),
         (
             StateError,
-            "params/0.bias: is .* in state 0",
+            "params/0.bias: the leaf is .* in state 0",
             lambda: ps.stack([plain, plain._replace(params={k: v.float() for k, v in plain.params.items()})]),
         ),
         (StateError, "another structure", lambda: ps.stack([plain, plain._replace(halted=Empty())])),
@@ -517,7 +517,7 @@ def test_settings_that_do_not_fit():
         (StateError, "that of an ensemble", lambda: ps.refresh_batchnorm(program, state, [batch(0)])),
         (
             DataError,
-            "batch/0: is shape .* without a leading",
+            "batch/0: .*shape .* without a leading",
             lambda: ps.ensemble(program, 2, batches="own").train_step(state, batch(0)),
         ),
         (StateError, "not a floating tensor", lambda: ps.mean_and_std(torch.ones(2, dtype=torch.int64))),

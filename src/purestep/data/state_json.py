@@ -22,7 +22,7 @@ def encode(value: Any, *, where: str = "loader", path: str = "state_dict()") -> 
         DataError: an object cannot be stored; the message has its path.
 
     Example:
-        >>> decode(encode({"rng": (1, b"ab"), 3: None}))
+        >>> decode(encode({"rng": (1, b"ab"), 3: None}), where="loader")
         {'rng': (1, b'ab'), 3: None}
     """
     if value is None or type(value) in (bool, int, float, str):

@@ -325,10 +325,13 @@ def _to_tensors(
     """Convert the optimizer's own state of a parameter to tensors on its device, under the keys of ``before``.
 
     Raises:
-        ConfigError: a value is not a tensor, a number or None.
+        ConfigError: a key is not a text, or a value is not a tensor, a number or None.
     """
     found: dict[str, Tensor | Empty] = {}
     for key, value in native.items():
+        if not isinstance(key, str):
+            what = f"its state of a parameter has the key {key!r}, a {type(key).__name__}"
+            raise ConfigError(what, where=where, hint="use an optimizer whose state of a parameter has names as keys")
         if value is None:
             found[key] = Empty()
         elif isinstance(value, Tensor):

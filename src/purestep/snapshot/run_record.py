@@ -59,7 +59,7 @@ class RunRecord:
 
     def _write(self, info: RunInfo) -> None:
         self._info = info
-        text = _without_secrets(json.dumps(info._asdict(), indent=1, default=str))
+        text = json.dumps(_without_secrets(json.loads(json.dumps(info._asdict(), default=str))), indent=1)
         write_bytes(self._path, f"{text}\n".encode())
 
 
@@ -82,16 +82,21 @@ def read_run_info(directory: Path) -> RunInfo | None:
     return info
 
 
-_SECRET = re.compile("TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|AUTH", re.IGNORECASE)
+_SECRET = re.compile("TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|AUTH(?!OR)", re.IGNORECASE)
 """In the name of an environment variable whose value is not for others."""
 
 
-def _without_secrets(text: str) -> str:
-    """Replace the values of secret environment variables, which an error's message may repeat, by their names."""
-    for name, value in os.environ.items():
-        if _SECRET.search(name) and len(value) >= 8:
-            text = text.replace(json.dumps(value)[1:-1], f"${name}")
-    return text
+def _without_secrets(value: Any) -> Any:
+    """Replace the values of secret environment variables, which an error's message may repeat, by their names: in the
+    texts of a JSON value, not in its keys."""
+    if isinstance(value, dict):
+        return {name: _without_secrets(part) for name, part in cast("dict[str, Any]", value).items()}
+    if isinstance(value, list):
+        return [_without_secrets(part) for part in cast("list[Any]", value)]
+    for name, secret in os.environ.items() if isinstance(value, str) else ():
+        if _SECRET.search(name) and len(secret) >= 8:
+            value = value.replace(secret, f"${name}")
+    return value
 
 
 def _now() -> str:

@@ -140,6 +140,7 @@ class Snapshots:
         self._closed = False
         self._pid = os.getpid()
         self._last = intervals.Mark(0, 0, time.monotonic())  # `due` counts from it
+        self._asked: intervals.Mark | None = None  # where `due` was called last: `save` makes it the last mark
         if monitor is not None:
             self.track(monitor, mode=mode)
 
@@ -260,12 +261,13 @@ class Snapshots:
     def count_from(self, *, updates: int, epoch: int, now: float | None = None) -> None:
         """Let `due` count from here: from the start of a run, or a save. Arguments as in `due`."""
         self._last = intervals.Mark(updates, epoch, time.monotonic() if now is None else now)
+        self._asked = None
 
     def due(self, *, updates: int, epoch: int, now: float | None = None) -> tuple[str, ...]:
         """The settings that make a snapshot due now: any of ``every_steps``, ``every_epochs``, ``every_seconds``.
 
-        Several at once need one snapshot. `fit` calls this, `save` and `count_from`, and so may a loop of your own;
-        `save` itself always saves.
+        Several at once need one snapshot. `fit` calls this, and so may a loop of your own; `save` itself always
+        saves. Intervals count from the last `save`, or from `count_from`.
 
         Args:
             updates: optimizer updates so far.
@@ -276,12 +278,12 @@ class Snapshots:
             >>> snapshots = Snapshots("runs/a", every_steps=10)
             >>> snapshots.due(updates=9, epoch=0), snapshots.due(updates=10, epoch=1)
             ((), ('every_steps', 'every_epochs'))
-            >>> snapshots.count_from(updates=10, epoch=1)
+            >>> snapshots.count_from(updates=10, epoch=1)  # or: snapshots.save(10, state)
             >>> snapshots.due(updates=11, epoch=1)
             ()
         """
-        here = intervals.Mark(updates, epoch, time.monotonic() if now is None else now)
-        return intervals.due(self._every, self._last, here)
+        self._asked = intervals.Mark(updates, epoch, time.monotonic() if now is None else now)
+        return intervals.due(self._every, self._last, self._asked)
 
     def track(self, monitor: str, *, mode: str = "min") -> None:
         """Set the metric that decides which step is best, unless one is set already.
@@ -414,6 +416,7 @@ class Snapshots:
             RankError: the processes save different steps or states.
         """
         self.open()
+        self._last, self._asked = self._asked or self._last, None  # also for a save that fails
         groups, here = meshes.current(), meshes.here()
         # Another process may not have seen the end of the previous save yet: each save has its own names. They are
         # random, so that nobody can put links there before.

@@ -43,7 +43,7 @@ def known_keywords(factory: Callable[P, R]) -> Callable[P, R]:
         ...     decayed(lr=0.1)
         ... except ConfigError as error:
         ...     print(error)
-        decayed: has no argument 'lr' (cure: learning_rate=0.1)
+        decayed: the function has no argument 'lr' (cure: learning_rate=0.1)
     """
     parameters = inspect.signature(factory).parameters
     known = frozenset(

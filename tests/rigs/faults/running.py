@@ -152,7 +152,11 @@ def read_watched(folder: str, room: int, reports: bool = False) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (used + room, resource.RLIM_INFINITY))
 
     def watch(event: str, arguments: tuple[Any, ...]) -> None:
-        if event in WATCHED:
+        caller = sys._getframe(
+            1
+        )  # Python's own import of an installed module, if it reads a file of bytecode elsewhere
+        path = caller.f_locals.get("bytecode_path") if caller.f_code.co_name == "_compile_bytecode" else None
+        if event in WATCHED and not (path and not str(path).startswith(os.path.dirname(folder))):
             say("watched", event, repr(arguments)[:200])
         writes = event == "open" and isinstance(arguments[0], str) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
         if writes and not os.path.abspath(arguments[0]).startswith((folder, "/dev/", "/proc/")):
