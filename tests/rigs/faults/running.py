@@ -134,6 +134,14 @@ def take_over(folder: str) -> None:
 WATCHED = ("pickle.find_class", "os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "marshal.loads")
 
 
+def _is_import(caller: Any, folder: str) -> bool:
+    """True where Python itself imports an installed module, whose bytecode is not below the folder."""
+    if caller is None or caller.f_code.co_name != "_compile_bytecode":
+        return False
+    path = caller.f_locals.get("bytecode_path")
+    return path is not None and not str(path).startswith(folder)
+
+
 def read_watched(folder: str, room: int, reports: bool = False) -> None:
     """Restores from a directory that somebody has prepared, saves there, shows and reports it; says each thing that
     must not happen, and the megabytes by which it has grown.
@@ -152,11 +160,7 @@ def read_watched(folder: str, room: int, reports: bool = False) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (used + room, resource.RLIM_INFINITY))
 
     def watch(event: str, arguments: tuple[Any, ...]) -> None:
-        caller = sys._getframe(
-            1
-        )  # Python's own import of an installed module, if it reads a file of bytecode elsewhere
-        path = caller.f_locals.get("bytecode_path") if caller.f_code.co_name == "_compile_bytecode" else None
-        if event in WATCHED and not (path and not str(path).startswith(os.path.dirname(folder))):
+        if event in WATCHED and not _is_import(sys._getframe().f_back, os.path.dirname(folder)):
             say("watched", event, repr(arguments)[:200])
         writes = event == "open" and isinstance(arguments[0], str) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
         if writes and not os.path.abspath(arguments[0]).startswith((folder, "/dev/", "/proc/")):
