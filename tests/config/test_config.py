@@ -289,8 +289,8 @@ def test_toml_is_read_too(tmp_path: Path):
     ("name", "text", "message"),
     [
         ("fit.yaml", "epochs: 3", r"fit\.yaml: the suffix '\.yaml' is unknown \(cure: pass a \.json or \.toml file"),
-        ("fit.json", "{epochs: 3}", r"fit\.json: does not parse"),
-        ("fit.toml", "epochs =", r"fit\.toml: does not parse"),
+        ("fit.json", "{epochs: 3}", r"fit\.json: the file does not parse"),
+        ("fit.toml", "epochs =", r"fit\.toml: the file does not parse"),
         ("fit.json", "[1]", r"fit\.json: the file holds a list"),
         ("fit.json", None, r"fit\.json: the file cannot be read: No such file"),
     ],
