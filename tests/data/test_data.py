@@ -681,8 +681,8 @@ def test_a_loader_with_a_state_of_its_own_is_resumed_by_it():
         whole.append([])
         for consumed, batch in enumerate(feed.epoch(epoch), 1):
             whole[-1].append(batch.tolist())
-            stored[epoch, consumed] = json.loads(json.dumps(feed.to_store(epoch, consumed)))
-        stored[epoch + 1, 0] = json.loads(json.dumps(feed.to_store(epoch + 1, 0)))
+            stored[epoch, consumed] = json.loads(json.dumps(feed.position(epoch, consumed)))
+        stored[epoch + 1, 0] = json.loads(json.dumps(feed.position(epoch + 1, 0)))
     for (epoch, start), place in stored.items():
         if epoch == 3 or start == 4:
             continue
@@ -690,7 +690,7 @@ def test_a_loader_with_a_state_of_its_own_is_resumed_by_it():
         again.restore(place)
         assert values(again, epoch, start) == whole[epoch][start:]
         if start:
-            assert again.to_store(epoch, start)["state"] == place["state"]
+            assert again.position(epoch, start)["state"] == place["state"]
     with pytest.raises(DataError, match="no state of batch 1 was restored"):
         values(open_feed(Stateful()), 1, 1)
 
@@ -700,9 +700,9 @@ def test_a_position_survives_prefetching():
     batches = feed.epoch(0)
     for _ in range(4):
         next(batches)
-    assert state_json.decode(feed.to_store(0, 2)["state"], where="train")["place"] == 2
+    assert state_json.decode(feed.position(0, 2)["state"], where="train")["place"] == 2
     with pytest.raises(DataError, match="the state after batch 9 of epoch 1"):
-        feed.to_store(0, 9)
+        feed.position(0, 9)
 
 
 class Counted(Stateful):
@@ -716,12 +716,12 @@ def test_a_state_of_the_very_end_is_that_of_the_next_beginning(counted: bool):
     make = Counted if counted else Stateful
     feed = open_feed(make())
     whole = [values(feed, epoch) for epoch in range(2)]
-    place = feed.to_store(1, 4)
+    place = feed.position(1, 4)
     whole.append(values(feed, 2))
     again, twice = open_feed(make()), open_feed(make())
     again.restore(place)
     assert values(again, 1, 4) == []
-    twice.restore(again.to_store(1, 4))
+    twice.restore(again.position(1, 4))
     for one in (again, twice):
         assert values(one, 1, 4) == []
         assert values(one, 2) == whole[2]
@@ -743,7 +743,7 @@ def test_a_restored_end_runs_out_first():
     feed = open_feed(RunsOut())
     assert values(feed, 0)[-1] == [0, 4]
     again = open_feed(RunsOut())
-    again.restore(feed.to_store(1, 0))
+    again.restore(feed.position(1, 0))
     assert values(again, 1) == [[1, place] for place in range(1, 5)]
 
 
@@ -760,7 +760,7 @@ def test_torchdatas_loader_is_resumed_with_its_draws(workers: int):
     whole = [values(feed, epoch) for epoch in range(2)]
     assert whole[0] != whole[1]
     again = opened()
-    again.restore(feed.to_store(1, 2))
+    again.restore(feed.position(1, 2))
     assert values(again, 1, 2) == whole[1][2:]
 
 
@@ -772,7 +772,7 @@ def test_torchdatas_loader_over_a_stream_is_resumed_by_its_state():
     assert feed.facts == {"kind": "state"}
     assert [values(feed, 0), values(feed, 1)] == [[[1, 2], [3, 4], [5, 6]]] * 2
     again = open_feed(stateful(StatefulStream(), batch_size=2))
-    again.restore(json.loads(json.dumps(feed.to_store(0, 1))))
+    again.restore(json.loads(json.dumps(feed.position(0, 1))))
     assert values(again, 0, 1) == [[3, 4], [5, 6]]
 
 
@@ -797,7 +797,7 @@ def test_an_iterable_dataset_with_a_state_is_resumed_by_it():
     feed = open_feed(DataLoader(StatefulStream(), batch_size=2))
     assert [values(feed, 0), values(feed, 1)] == [[[1, 2], [3, 4], [5, 6]]] * 2
     again = open_feed(DataLoader(StatefulStream(), batch_size=2))
-    again.restore(feed.to_store(0, 1))
+    again.restore(feed.position(0, 1))
     assert values(again, 0, 1) == [[3, 4], [5, 6]]
 
 
@@ -1066,13 +1066,13 @@ def test_a_killed_trainer_leaves_no_worker_behind(late: bool):
     ],
 )
 def test_a_position_of_another_loader_is_a_mismatch(other: Any, said: str):
-    stored = json.loads(json.dumps(open_feed(DataLoader(Plain(10), 2)).to_store(0, 3)))
+    stored = json.loads(json.dumps(open_feed(DataLoader(Plain(10), 2)).position(0, 3)))
     with pytest.raises(Mismatch, match=f"train: .*{said}"):
         other().restore(stored)
 
 
 def test_a_position_of_the_same_loader_fits_whatever_the_workers():
-    stored = json.loads(json.dumps(open_feed(DataLoader(Plain(10), 2), first=3).to_store(0, 3)))
+    stored = json.loads(json.dumps(open_feed(DataLoader(Plain(10), 2), first=3).position(0, 3)))
     open_feed(DataLoader(Plain(10), 2, num_workers=2), first=3).restore(stored)
 
 
@@ -1142,18 +1142,18 @@ def test_limited_epochs_are_resumed_at_their_borders(name: str, count: int):
     whole: list[list[Any]] = []
     places: list[tuple[int, int, str]] = []
     for epoch in range(4):
-        places.append((epoch, 0, json.dumps(feed.to_store(epoch, 0))))
+        places.append((epoch, 0, json.dumps(feed.position(epoch, 0))))
         whole.append(values(feed, epoch))
         if len(whole[epoch]) == count:  # else nobody knows there that it is the end
-            places.append((epoch, count, json.dumps(feed.to_store(epoch, count))))
+            places.append((epoch, count, json.dumps(feed.position(epoch, count))))
     for epoch, start, stored in places:
         again = opened()
         again.restore(json.loads(stored))
         twice = opened()
-        twice.restore(again.to_store(epoch, start) if start else json.loads(stored))
+        twice.restore(again.position(epoch, start) if start else json.loads(stored))
         assert values(twice, epoch, start) == values(again, epoch, start) == whole[epoch][start:]
         twice = opened()
-        twice.restore(again.to_store(epoch + 1, 0))
+        twice.restore(again.position(epoch + 1, 0))
         if epoch < 3:
             assert values(twice, epoch + 1) == values(again, epoch + 1) == whole[epoch + 1]
 
@@ -1164,7 +1164,7 @@ def test_an_iterator_whose_place_is_not_known_is_not_begun_anew():
         values(feed, 1)
     values(feed, 0)
     other = open_feed(iter(Endless()), first=3)
-    other.restore(feed.to_store(1, 0))
+    other.restore(feed.position(1, 0))
     assert values(other, 1) == values(feed, 1)
 
 
@@ -1207,7 +1207,7 @@ def counting() -> Placed:
 def test_held_batches_are_those_of_the_beginning_after_a_resume(make: Callable[[], Any]):
     first, again = (held(open_feed(make()), 2) for _ in range(2))
     assert numbers(first, 0) == numbers(first, 1) == [1, 2]
-    again.restore(first.to_store(1, 1))
+    again.restore(first.position(1, 1))
     assert (numbers(again, 1, 1), numbers(again, 2)) == ([2], [1, 2])
 
 
@@ -1224,12 +1224,12 @@ def test_a_limit_of_a_divided_loader_loses_no_batch_after_a_resume(kind: str, ma
     whole, first, again = divided(), divided(), divided()
     expected = [numbers(whole, epoch) for epoch in range(3)]
     assert [numbers(first, 0)] == expected[:1]
-    again.restore(json.loads(json.dumps(first.to_store(0, 3))))
+    again.restore(json.loads(json.dumps(first.position(0, 3))))
     assert numbers(again, 0, 3) == []
     assert [numbers(again, epoch) for epoch in (1, 2)] == expected[1:]
     if kind == "rows":
         with pytest.raises(Mismatch, match="limit was 3 and is None"):
-            open_feed(make()).restore(first.to_store(0, 3))
+            open_feed(make()).restore(first.position(0, 3))
 
 
 # Batches to a device.

@@ -191,7 +191,7 @@ def interrupted(kind: Any, cut: int | None, epoch: int, start: int) -> dict[str,
         batches = feed.epoch(epoch)
         for _ in range(start):
             next(batches)
-    return json.loads(json.dumps(feed.to_store(epoch, start)))
+    return json.loads(json.dumps(feed.position(epoch, start)))
 
 
 PLACES = [(0, 0), (0, 2), (1, 0), (1, 1), (2, 0), (2, 2)]
@@ -253,8 +253,8 @@ def test_an_endless_one_goes_on_over_its_epochs() -> None:
     feed = open_feed(endless(), first=2)
     assert [numbers(feed.epoch(epoch)) for epoch in range(3)] == [[1, 2], [3, 4], [5, 6]]
     resumed, again = open_feed(endless(), first=2), open_feed(endless(), first=2)
-    resumed.restore(feed.to_store(2, 1))
-    again.restore(resumed.to_store(2, 1))  # saved again before the first batch
+    resumed.restore(feed.position(2, 1))
+    again.restore(resumed.position(2, 1))  # saved again before the first batch
     assert numbers(resumed.epoch(2, 1)) == numbers(again.epoch(2, 1)) == [6]
     assert numbers(resumed.epoch(3)) == [7, 8]
 

@@ -255,7 +255,7 @@ def test_a_start_behind_the_true_end_is_a_mismatch(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_another_length_is_no_other_loader(kind: str) -> None:
-    position = open_feed(KINDS[kind](3)).to_store(0, 0)
+    position = open_feed(KINDS[kind](3)).position(0, 0)
     open_feed(KINDS[kind](40)).restore(position)
     earlier = {**position, "facts": {**position["facts"], "batches": 3}}
     if kind != "batch sampler":

@@ -195,7 +195,7 @@ def begun(make: Callable[[], Any], epoch: int, start: int) -> tuple[Feed, Any]:
     for before in range(epoch):
         order(feed, before)
     whole = order(feed, epoch)
-    other.restore(json.loads(json.dumps(feed.to_store(epoch, start))))
+    other.restore(json.loads(json.dumps(feed.position(epoch, start))))
     return other, whole
 
 
@@ -660,7 +660,7 @@ def test_a_stream_of_hugging_face_is_resumed_by_its_state(batched: bool) -> None
         whole.append([])
         for batch in feed.epoch(epoch):
             whole[-1].append(torch.as_tensor(batch["x"]).flatten().tolist())
-            places[epoch, len(whole[-1])] = json.dumps(feed.to_store(epoch, len(whole[-1])))
+            places[epoch, len(whole[-1])] = json.dumps(feed.position(epoch, len(whole[-1])))
     assert len(places) == 12
     for (epoch, start), stored in places.items():
         again = opened()

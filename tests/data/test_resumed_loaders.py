@@ -85,7 +85,7 @@ def test_a_dataset_that_grows_is_told_the_epoch_before_its_order_is_drawn(how: s
     assert [len(batches) for batches in whole] == [4, 8, 12]
     for epoch, batches in enumerate(whole):
         assert sorted(itertools.chain(*batches)) == list(range(16 * (epoch + 1)))
-    stored = json.loads(json.dumps(feed.to_store(2, 9)))
+    stored = json.loads(json.dumps(feed.position(2, 9)))
     feed.close()
     again = open_feed(growing(how, **workers), seed=2)
     again.restore(stored)
@@ -106,7 +106,7 @@ def test_a_dataset_that_shrinks_is_never_indexed_behind_its_end() -> None:
 
 def test_a_dataset_that_has_served_another_run_begins_with_the_first_epoch() -> None:
     loader = growing("in order")
-    stored = open_feed(loader).to_store(0, 0)
+    stored = open_feed(loader).position(0, 0)
     list(open_feed(loader).epoch(2))
     again = open_feed(loader)
     again.restore(stored)  # compares the number of items
@@ -213,7 +213,7 @@ def test_a_stream_that_seeds_itself_is_told_at_the_start(
         assert "(cure: " in message
     if name in SEEDED:
         again = opened()
-        again.restore(json.loads(json.dumps(feed.to_store(1, 2))))
+        again.restore(json.loads(json.dumps(feed.position(1, 2))))
         assert [numbers(batch) for batch in again.epoch(1, 2)] == whole[1][2:]
         again.close()
 
@@ -305,7 +305,7 @@ def resumed(make: Callable[[], Any], epoch: int, start: int, **settings: Any) ->
     for batch in feed.epoch(epoch):
         whole.append(numbers(batch))
         if len(whole) == start:
-            place = json.dumps(feed.to_store(epoch, start))
+            place = json.dumps(feed.position(epoch, start))
     feed.close()
     again = open_feed(make(), name="mine", seed=3, **settings)
     again.restore(json.loads(place))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import purestep as ps
 from purestep import optim
+from purestep.compile.cpu import backend
 from purestep.errors import ConfigError
 
 T = torch.optim
@@ -232,6 +233,10 @@ def test_a_compiled_step_is_the_eager_one() -> None:
         expected, _ = program.train_step(expected, data())
     assert_trees_close(ps.clone(state).params, expected.params, rtol=1e-9, atol=1e-12)
     assert_trees_close(ps.clone(state).ema.params, expected.ema.params, rtol=1e-9, atol=1e-12)
+
+
+def test_the_plug_in_leaves_them_to_torch() -> None:
+    assert not backend.suits([torch.zeros(2), torch.zeros(2, dtype=torch.complex64)])
 
 
 def test_derivatives_other_than_a_steps_are_refused() -> None:

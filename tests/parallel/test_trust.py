@@ -28,6 +28,7 @@ VALUES: dict[str, Callable[[], Any]] = {
         "none": torch.ones(0, 2),
     },
     "a named tuple": lambda: Pair(torch.tensor(1.5, dtype=torch.bfloat16), [np.arange(3), np.float32(0.5)]),
+    "one element": lambda: torch.ones(6, 6, dtype=torch.float64)[:, 1][:1],
     "sparse": lambda: {"csr": torch.eye(3).to_sparse_csr(), "coo": torch.eye(3).to_sparse()},
 }
 
@@ -42,7 +43,7 @@ def test_a_value_arrives_as_it_was_sent(name: str):
         if isinstance(right, torch.Tensor):
             assert (left.dtype, left.layout) == (right.dtype, right.layout)
             assert torch.equal(left.to_dense(), right.to_dense())
-            assert left.layout is not torch.strided or left.stride() == right.stride()
+            assert left.layout is not torch.strided or left.numel() < 2 or left.stride() == right.stride()
         else:
             assert np.array_equal(left, right)
 

@@ -208,12 +208,12 @@ class Feed(ABC):
         del epoch, batch  # Only `IndexedFeed` has indices.
         return 0
 
-    def to_store(self, epoch: int, consumed: int) -> dict[str, Any]:
+    def position(self, epoch: int, consumed: int) -> dict[str, Any]:
         """The facts that a snapshot stores after ``consumed`` batches of ``epoch``, as JSON, for `restore`.
 
         Example:
             >>> from purestep.data import open_feed
-            >>> open_feed([1, 2, 3]).to_store(0, 2)
+            >>> open_feed([1, 2, 3]).position(0, 2)
             {'facts': {'kind': 'sequence', 'batches': 3}}
         """
         del consumed  # The order follows from (seed, epoch, start), which the caller stores.
@@ -222,7 +222,7 @@ class Feed(ABC):
         return {"facts": self.facts} if begun is None else {"facts": self.facts, "begun": list(begun)}
 
     def restore(self, stored: Mapping[str, Any]) -> None:
-        """Check what `to_store` returned against this loader and restore it.
+        """Check what `position` returned against this loader and restore it.
 
         Raises:
             Mismatch: batch size, number of items or order differ; the message has both values.

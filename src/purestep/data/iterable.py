@@ -204,9 +204,9 @@ class IteratorFeed(Feed):
         self._starts: dict[int, int] = {}  # epoch -> batches before it
         self._restored: int | None = None  # batches of the interrupted run
 
-    def to_store(self, epoch: int, consumed: int) -> dict[str, Any]:
+    def position(self, epoch: int, consumed: int) -> dict[str, Any]:
         given = self._starts.get(epoch, self._given) + consumed if self._restored is None else self._restored
-        return {**super().to_store(epoch, consumed), "given": given}
+        return {**super().position(epoch, consumed), "given": given}
 
     def restore(self, stored: Mapping[str, Any]) -> None:
         super().restore(stored)
@@ -300,13 +300,13 @@ class StatefulFeed(Feed):
         self._places: OrderedDict[tuple[int, int], _Place] = OrderedDict()
         self._restored: _Place | None = None  # the place to start from
         self._running: Iterator[Batch] = iter(())  # the epoch that is running
-        self._read_ahead: list[Any] = []  # its next batch, error or end, which `to_store` has read
+        self._read_ahead: list[Any] = []  # its next batch, error or end, which `position` has read
         self._yielded = (-1, -1)  # the epoch and the number of batches yielded from it
         self._initial: Any = None  # the state at the start of every pass, if `repeats`
         self._next: int | None = None  # a hash of the batch with which the interrupted run went on
 
-    def to_store(self, epoch: int, consumed: int) -> dict[str, Any]:
-        """As `Feed.to_store`, with the loader's state. Reads one batch ahead, because a state need not show whether the
+    def position(self, epoch: int, consumed: int) -> dict[str, Any]:
+        """As `Feed.position`, with the loader's state. Reads one batch ahead, because a state need not show whether the
         epoch ends here.
 
         Raises:
@@ -324,7 +324,7 @@ class StatefulFeed(Feed):
                 where=self.name,
                 hint="store the position of a recent batch",
             )
-        found = {**super().to_store(epoch, consumed), "state": state_json.encode(place.state, where=self.name)}
+        found = {**super().position(epoch, consumed), "state": state_json.encode(place.state, where=self.name)}
         ahead = self._read_ahead[0] if self._yielded == (epoch, consumed) else _END
         if ahead is not _END and not isinstance(ahead, Exception):
             found["next"] = fingerprint(ahead)

@@ -66,8 +66,8 @@ class RowsFeed(Feed):
                 "its own: parallel.sharded(loader)",
             )
 
-    def to_store(self, epoch: int, consumed: int) -> dict[str, Any]:
-        return {**self._feed.to_store(epoch, consumed), "facts": self.facts}  # with a limit, which is this feed's
+    def position(self, epoch: int, consumed: int) -> dict[str, Any]:
+        return {**self._feed.position(epoch, consumed), "facts": self.facts}  # with a limit, which is this feed's
 
     def restore(self, stored: Mapping[str, Any]) -> None:
         super().restore(stored)
@@ -140,10 +140,10 @@ class OwnFeed(Feed):
         same = processes.by_process(int(ordered is self._feed))  # the constructor is a collective
         return self if all(same) else OwnFeed(ordered, self._mesh)
 
-    def to_store(self, epoch: int, consumed: int) -> dict[str, Any]:
-        """As `Feed.to_store`, of all processes: every process calls it."""
+    def position(self, epoch: int, consumed: int) -> dict[str, Any]:
+        """As `Feed.position`, of all processes: every process calls it."""
         own = self._done(epoch, consumed)
-        return {"facts": self.facts, "own": processes.gathered([own, self._feed.to_store(epoch, own)])}
+        return {"facts": self.facts, "own": processes.gathered([own, self._feed.position(epoch, own)])}
 
     def restore(self, stored: Mapping[str, Any]) -> None:
         super().restore(stored)

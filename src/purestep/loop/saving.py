@@ -26,7 +26,7 @@ class Checkpointer:
 
     Args:
         snapshots: None to save nothing.
-        feed: what it stores (`Feed.to_store`) is saved with the state.
+        feed: what it stores (`Feed.position`) is saved with the state.
         program: the sizes of batches that its compiled steps have met are saved too: they choose the graphs.
         saved: the call that the state was restored from, if it was.
     """
@@ -70,7 +70,7 @@ class Checkpointer:
             return None
         files.failpoint("loop.snapshot")
         self.begin(loop)  # also for a save that fails, which is not due again at the next call
-        stored: dict[str, Any] = {"record": to_json(loop), "feed": self._feed.to_store(loop.epoch, loop.batch)}
+        stored: dict[str, Any] = {"record": to_json(loop), "feed": self._feed.position(loop.epoch, loop.batch)}
         sizes = processes.gathered(batch_sizes(self._program))
         if any(sizes):
             stored["sizes"] = sizes

@@ -36,5 +36,5 @@ def measured(metrics: Metrics) -> Metrics:
 
 def with_outputs(metrics: Metrics, handed_out: Mapping[str, Any]) -> Metrics:
     """Return the metrics with outputs, if there are any."""
-    added: Any = {_NAME: dict(handed_out)} if handed_out else {}
-    return {**metrics, **added}
+    added: Any = {_NAME: dict(handed_out)}
+    return {**metrics, **added} if handed_out else metrics

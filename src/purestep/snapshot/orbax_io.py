@@ -96,6 +96,8 @@ def _quiet() -> Generator[None]:
     try:
         yield
     except Exception as error:
+        # Of a failed save orbax leaves a coroutine that it never awaits.
+        warnings.filterwarnings("ignore", "coroutine 'OrbaxLayout", RuntimeWarning)
         code = re.search(r"os_error_code='(\d+)'", str(error))
         if code is None:
             raise

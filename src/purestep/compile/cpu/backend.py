@@ -31,13 +31,13 @@ _WRITTEN_FOR = "2.13."
 
 
 def suits(inputs: Sequence[Tensor]) -> bool:
-    """True if graphs of these inputs are compiled here."""
+    """True if graphs of these inputs are compiled here: not of complex ones, for which inductor writes no code."""
     known = torch.__version__.startswith(_WRITTEN_FOR) and sys.platform == "linux"
-    return known and torch.backends.cpu.get_cpu_capability().startswith("AVX") and all(map(_is_on_cpu, inputs))
+    return known and torch.backends.cpu.get_cpu_capability().startswith("AVX") and all(map(_is_taken, inputs))
 
 
-def _is_on_cpu(leaf: Tensor) -> bool:
-    return leaf.device.type == "cpu"
+def _is_taken(leaf: Tensor) -> bool:
+    return leaf.device.type == "cpu" and not leaf.is_complex()
 
 
 while_traced = attention.AsProducts
