@@ -58,7 +58,6 @@ class IterableFeed(Feed):
         name, seed: as in `open_feed`.
         length: as in `Feed`.
         announce: called with the epoch before it starts.
-        second: returns another source and its owners, to compare the first batch of the first epoch; or raises.
         replay: the caller says that an epoch can be loaded again, whatever attributes it changes.
     """
 
@@ -71,11 +70,9 @@ class IterableFeed(Feed):
         seed: int,
         length: int | None,
         announce: Callable[[int], None],
-        second: Callable[[], tuple[Callable[[int], Iterator[Batch]], Sequence[Any]]] | None = None,
         replay: bool = False,
     ) -> None:
         super().__init__(name=name, length=length, facts={"kind": "iterable", "seed": seed})
-        self._second = second
         self._source = source
         self._owners = owners
         self._seed = seed
@@ -87,14 +84,10 @@ class IterableFeed(Feed):
         log_dropped(self.name, epoch, start)
         seed, own = mix(self._seed, "order", epoch), random_state.own(*self._owners[:1])
         iterator, found = self._enter(epoch, seed, own), 0
-        other = self._first_of_second(epoch, seed)
         try:
             for number, batch in enumerate(scoped(iterator, seed, own=own)):
                 if not number and not self.repeats:
-                    begun = fingerprint(batch)
-                    self._check_begun(epoch, begun)
-                    if other not in (None, begun):
-                        _warn_of_starts(self.name)
+                    self._check_begun(epoch, fingerprint(batch))
                 if number >= start:
                     yield batch
                 found = number + 1
@@ -103,25 +96,6 @@ class IterableFeed(Feed):
             close = getattr(iterator, "close", None)
             if callable(close):
                 close()
-
-    def _first_of_second(self, epoch: int, seed: int) -> int | None:
-        """A hash of the first batch of a second start of the first epoch. None if there is none, or in a resumed run,
-        which has that of the interrupted one."""
-        second, self._second = self._second, None
-        if second is None or self.repeats or self._expected is not None:
-            return None
-        try:
-            source, owners = second()
-            own = random_state.own(*owners)
-            with random_state.scoped(seed, own):
-                iterator = source(epoch)
-            batches = scoped(iterator, seed, own=own)
-            try:
-                return fingerprint(next(batches))
-            finally:
-                cast(Any, iterator).close()
-        except Exception:  # raised again, with the place, if the run raises it
-            return None
 
     def _enter(self, epoch: int, seed: int, own: Mapping[str, Any]) -> Iterator[Batch]:
         """Start an epoch. Warn before the second one if the first one has changed the loader."""
@@ -164,15 +138,6 @@ class IterableFeed(Feed):
 
     def _nothing(self, epoch: int) -> DataError:
         return super()._nothing(epoch) if self._begun is None else _used_up(self.name, epoch)
-
-
-def _warn_of_starts(name: str) -> None:
-    _log.warning(
-        "%s: two starts of one epoch under one seed gave two first batches, so a resumed run will not load the same "
-        "ones: the stream seeds a generator from the clock, or keeps its place (cure: draw from torch's, numpy's or "
-        "Python's global generator, or seed by set_epoch(epoch); webdataset: .shuffle(n, rng=random), the module)",
-        name,
-    )
 
 
 def _summary(value: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +14,6 @@ from ..errors import DataError, RankError
 from ..parallel import Mesh, loaders
 from ..rng import mix
 from ..types import Batch
-from . import random_state
 from .feed import Feed
 from .iterable import IterableFeed, IteratorFeed, SequenceFeed, StatefulFeed
 from .map_style import IndexedFeed, length_of
@@ -58,10 +56,10 @@ def open_feed(
     whatever ``persistent_workers`` says.
 
     A loader whose batches depend on more than seed and epoch, without ``state_dict``, trains, but a resumed run loads
-    other batches. The feed warns at the start if two draws under one seed differ: the order of a sampler, an item, a
-    collated batch, or the first batch of a stream (an IterableDataset, which begins twice). It warns before the second
-    epoch if the first one has changed numbers or lists in attributes of an iterable, and in a resumed run if an epoch
-    begins with another batch than before, or a loader with ``state_dict`` goes on with another one.
+    other batches. The feed warns at the start if two draws under one seed differ: the order of a sampler, an item or a
+    collated batch. It warns before the second epoch if the first one has changed numbers or lists in attributes of an
+    iterable, and in a resumed run if an epoch begins with another batch than before (a stream that seeds a generator
+    from the clock), or a loader with ``state_dict`` goes on with another one.
 
     Args:
         loader: a loader as in the table.
@@ -143,8 +141,7 @@ def _opened(
         if _stateful(loader.dataset) and loader.num_workers == 0 and not replay:
             return StatefulFeed(source, loader.dataset, **_described(loader, name, seed))
         owners = () if loader.num_workers else (loader.dataset, loader.collate_fn)  # workers end with their epoch
-        second = functools.partial(_second, loader, seed, timeout)
-        return IterableFeed(source, owners, second=second, replay=replay, **_described(loader, name, seed))
+        return IterableFeed(source, owners, replay=replay, **_described(loader, name, seed))
     if isinstance(loader, Sequence):
         return SequenceFeed(cast(Sequence[Batch], loader), name=name)
     if isinstance(loader, Iterator) and not _restarts(loader):
@@ -204,17 +201,6 @@ def _streamed(dataset: Any, loader: DataLoader[Any], seed: int, timeout: float) 
     # Another run cannot restore the position of a stream in a persistent worker.
     engine = Engine(dataset, like=loader, timeout=timeout, persistent=False, **how)
     return lambda epoch: engine.run(mix(seed, "workers", epoch))
-
-
-def _second(loader: DataLoader[Any], seed: int, timeout: float) -> tuple[Callable[[int], Iterator[Batch]], list[Any]]:
-    """A second start of a stream that leaves the stream as it is, and the objects whose generators are seeded: workers
-    have copies of their own.
-
-    Raises:
-        Exception: the dataset cannot be copied.
-    """
-    dataset = loader.dataset if loader.num_workers else random_state.copied(loader.dataset)
-    return _streamed(dataset, loader, seed, timeout), [] if loader.num_workers else [dataset]
 
 
 def _no_loader(loader: Any, name: str) -> DataError:

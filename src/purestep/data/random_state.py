@@ -6,7 +6,6 @@ the caller's generators stay unchanged. Imports of libraries that draw run insid
 
 from __future__ import annotations
 
-import copy
 import os
 import random
 import types
@@ -145,29 +144,6 @@ def attributes(*owners: Any) -> Iterator[tuple[str, Any]]:
             is_short = isinstance(value, _SEVERAL) and len(cast("list[Any]", value)) <= _FEW
             if is_short or isinstance(value, Dataset | Iterable) or type(value).__module__ == home:
                 waiting.append((place, value, home))
-
-
-def copied(owner: Any) -> Any:
-    """A copy of a stream that can be iterated while the stream itself stays as it is. Large tensors, arrays and modules
-    are shared, and so are the entries of long lists.
-
-    Raises:
-        Exception: it cannot be copied.
-
-    Example:
-        >>> stream = types.SimpleNamespace(rows=list(range(100)))
-        >>> other = copied(stream)
-        >>> other.rows.reverse()
-        >>> stream.rows[0]
-        0
-    """
-    shared: dict[int, Any] = {}
-    for _, value in attributes(owner):
-        if isinstance(value, nn.Module) or (isinstance(value, Tensor | np.ndarray) and value.ndim > 1):
-            shared[id(value)] = value
-        elif isinstance(value, list | dict) and len(cast("list[Any]", value)) > _FEW:
-            shared[id(value)] = copy.copy(cast("list[Any]", value))
-    return copy.deepcopy(owner, shared)
 
 
 _SEVERAL = (list, tuple, dict)
