@@ -176,8 +176,8 @@ def _averaging(
     def update(state: EmaState, params: Params, buffers: Params, updates: Tensor, in_place: bool = False) -> EmaState:
         share = weight(updates)
         share = read(share) if isinstance(share, Tensor) else share
-        if in_place and not isinstance(share, Tensor) and share == 0.0:
-            return state
+        if in_place and not isinstance(share, Tensor) and share == 0.0 and isinstance(state.buffers, Empty):
+            return state  # else integers of the buffers follow
         shadow = _lerp_all(state.params, params, share, in_place)
         if isinstance(state.buffers, Empty):
             return EmaState(shadow, state.buffers)

@@ -112,6 +112,9 @@ CASES: dict[str, Case] = {
     "swa": Case(lambda: mlp(optim.adam(0.1), ema=ema.swa(2)), on_the_tree=True),
     "sam": Case(lambda: mlp(optim.adam(1e-2), sam=ps.Sam(0.1, adaptive=True)), exact=False),
     "ema of buffers": Case(lambda: convnet(ema=ema.average(0.9, buffers="average")), images),
+    "ema of buffers, every second update": Case(
+        lambda: convnet(ema=ema.average(0.9, every=2, buffers="average")), images
+    ),
     "accumulate": Case(lambda: mlp(optim.adam(1e-2), accumulate=3, ema=0.9), on_the_tree=True),
     "microbatches": Case(lambda: mlp(optim.adam(1e-2), microbatches=2)),
     "scaler": Case(lambda: mlp(optim.adam(1e-2), precision="16-mixed")),

@@ -183,7 +183,7 @@ class Graphs:
             name = leaf_name(tree.paths(tree.unflatten(batch, [*range(len(leaves))]))[at])
             if len(met) > _MAX_CHANGES:
                 what = f"the value has changed {len(met)} times; each value would compile a graph"
-                raise StepContractError(what, where=name, hint=_VALUE_CURE)
+                raise capture.Uncaptured(what, where=name, hint=_VALUE_CURE)
             if all(len(each) < 2 for each in self._values.values()):
                 text = "%s was %.40s, is %.40s: a graph holds it, so the step is recompiled (cure: %s)"
                 log.warning(text, name, was, now, _VALUE_CURE)

@@ -374,7 +374,7 @@ class _Run:
         """Hand the metrics of a call to the accounts and the callbacks, and take in what is due of earlier ones."""
         recorded = [hook.after_call(self.state, call) for hook in self.hooks]
         outputs: dict[str, Any] = {}
-        if type(metrics) is dict:  # a vector has none
+        if not isinstance(metrics, MetricVector):  # which has none
             outputs, metrics = handed_out.outputs(metrics), handed_out.measured(metrics)
         self.accounting.add(call, metrics, self.loop, batch)
         if call.closing and self.callbacks.has_callbacks:

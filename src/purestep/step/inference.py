@@ -57,7 +57,7 @@ def eval_step_of(spec: Spec) -> Callable[..., Metrics]:
             with torch.no_grad():
                 found = evaluate() if tracing.in_graph() else drawn(evaluate, _number(state, index), state.step.device)
         except RuntimeError as error:
-            if "does not require grad" not in str(error):
+            if "does not require grad and does not have a grad_fn" not in str(error):
                 raise
             raise _without_gradients() from error
         loss, carried = found
