@@ -19,6 +19,9 @@ needs_tyro = pytest.mark.skipif(
     importlib.util.find_spec("tyro") is None, reason="tyro is not installed: pip install 'purestep[cli]'"
 )
 
+if importlib.util.find_spec("tyro"):  # it hashes what is in builtins, where a doctest puts its last result
+    importlib.import_module("tyro._docstrings")
+
 
 class Kind(Enum):
     SMALL = "small"
