@@ -28,10 +28,10 @@ LAG = 8
 """Calls between the start of a copy from a device and its read."""
 
 Totals = dict[str, tuple[float, float]]
-"""name -> (total, weight); each entry of a vector-valued mean has a name of its own (`state.entry_names`)."""
+"""name -> (total, weight); each entry of a vector-valued mean has a name (`state.entry_names`)."""
 
 Kinds = dict[str, type[Mean]]
-"""name -> the class of a mean with a `compute` of its own (`metrics.from_torchmetrics`)."""
+"""name -> the class of a mean that has its own `compute` (`metrics.from_torchmetrics`)."""
 _NO_KINDS: Mapping[str, type[Mean]] = MappingProxyType({})
 
 Columns = tuple[tuple[str, int, int], ...]

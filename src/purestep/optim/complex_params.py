@@ -1,7 +1,7 @@
 """Complex parameters, whose gradients are torch's: the derivative by the real part plus i times that by the imaginary
 part.
 
-What is linear (momentum, weight decay, the norm of all numbers) takes complex tensors as they are. An optimizer that
+Linear parts (momentum, weight decay, the norm of all numbers) take complex tensors as they are. An optimizer that
 torch defines for them sees real and imaginary parts as two numbers: `on_pairs`. Every other one refuses: `real_only`.
 """
 

@@ -170,7 +170,7 @@ def _to_torch(state: LbfgsState) -> dict[str, Any]:
     size, scale = state.sizes.unbind()
 
     def rows(history: Tensor) -> list[Tensor]:
-        # A sum of products may depend on where its memory begins: each row is a tensor of its own, as in torch.
+        # A sum of products may depend on where its memory begins: each row is a separate tensor, as in torch.
         return [row.clone() for row in history[:stored]]
 
     return {
