@@ -105,7 +105,7 @@ class CompiledStep:
     def batch_sizes(self) -> Met:
         """The sizes of batches that have made a graph, in their order, as JSON. A process that sets this before its
         first call chooses the same graphs, and so rounds in the same way."""
-        return {kind: list(met) for kind, met in self._graphs.met.items()}
+        return self._graphs.met
 
     @batch_sizes.setter
     def batch_sizes(self, met: Met) -> None:

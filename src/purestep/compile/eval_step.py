@@ -50,7 +50,7 @@ class CompiledEval:
     @property
     def batch_sizes(self) -> Met:
         """As of a compiled step."""
-        return {kind: list(met) for kind, met in self._graphs.met.items()}
+        return self._graphs.met
 
     @batch_sizes.setter
     def batch_sizes(self, met: Met) -> None:

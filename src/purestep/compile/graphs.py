@@ -87,6 +87,10 @@ _MAX_CHANGES = 16
 _VALUE_CURE = "pass a number that changes as a tensor: torch.tensor(0.5), in the loader"
 
 
+def _copied(met: sizes.Met) -> sizes.Met:
+    return {kind: list(of_kind) for kind, of_kind in met.items()}
+
+
 class Graphs:
     """The graphs of one step, by structure and shapes of the batch.
 
@@ -106,16 +110,21 @@ class Graphs:
         self._objects = 0
         self._around: tuple[str, str] = "", ""
         self.slots: dict[Any, Slots] = {}
-        self.met: sizes.Met = {}
+        self._met: sizes.Met = {}
         self._exact: dict[Any, CompiledGraph] = {}  # for one size each, also of earlier runs
         self._chosen: dict[Any, CompiledGraph] = {}  # by structure and size
         self._has_warned = False
         self._families: dict[Any, _Family] = {}  # by structure, dtypes and ranks
         self._values: dict[tuple[int, ...], list[list[Any]]] = {}  # positions -> the numbers met there
 
+    @property
+    def met(self) -> sizes.Met:
+        """A copy of the list."""
+        return _copied(self._met)
+
     def begin(self, met: sizes.Met) -> None:
         """Continue a run that has met these sizes."""
-        self.met = {kind: list(of_kind) for kind, of_kind in met.items()}
+        self._met = _copied(met)
         self._chosen.clear()
         for family in self._families.values():
             family.begin()
@@ -195,7 +204,7 @@ class Graphs:
     ) -> CompiledGraph:
         """Compile what the size of a batch needs; see the class."""
         check_layouts(leaves)
-        of_kind, shapes = self.met.setdefault(sizes.kind(leaves), []), sizes.shapes(leaves)
+        of_kind, shapes = self._met.setdefault(sizes.kind(leaves), []), sizes.shapes(leaves)
         place = next((at for at, each in enumerate(of_kind) if sizes.shapes_of(each) == shapes), len(of_kind))
         met, before = [*of_kind[:place], sizes.layouts(leaves)], family.copy()
         try:
