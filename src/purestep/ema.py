@@ -30,7 +30,8 @@ class Average(NamedTuple):
     is unknown. ``in_place`` has the arguments of ``update``, and may write into the memory of the state; its result
     shares no memory with the other arguments. ``where(state, params, buffers, updates, applied, in_place)`` is
     ``update`` where ``applied`` (shape=(), bool), and the state elsewhere, in a few launches for all tensors; it
-    returns None for tensors that it cannot take.
+    returns None for tensors that it cannot take. ``cure`` is what a message proposes where the first weights have too
+    large a share.
     """
 
     init: Callable[[Params, Params], Tree]
@@ -38,6 +39,7 @@ class Average(NamedTuple):
     first: Callable[[int], float] | None = None
     in_place: Callable[[Tree, Params, Params, Tensor], Tree] | None = None
     where: Callable[[Tree, Params, Params, Tensor, Tensor, bool], Tree | None] | None = None
+    cure: str = ""
 
 
 def none() -> Average:
@@ -114,7 +116,11 @@ def average(
     def weight(updates: Tensor) -> Value:
         return _weight(updates, decay, warmup=warmup, copies=not initial, every=every)
 
-    return _averaging(weight, buffers == "average", first)
+    given = {"every": (every, 1), "initial": (initial, False), "buffers": (buffers, "copy")}
+    kept = "".join(f"{name}={value!r}, " for name, (value, default) in given.items() if value != default)
+    smaller = "a smaller decay" if every == 1 else "a smaller decay or every"
+    warmer = f"ps.program(..., ema=ps.ema.average({decay:.6g}, {kept}warmup=True)), or "
+    return _averaging(weight, buffers == "average", first)._replace(cure=smaller if warmup else warmer + smaller)
 
 
 @known_keywords

@@ -7,6 +7,7 @@ implementations that were broken on purpose: `test_..._catches_...`.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Callable
@@ -665,6 +666,29 @@ def test_the_average_is_a_pure_rule(decay: float, warmup: bool, seed: int) -> No
         return rule.update(shadow, {name: p * factor for name, p in params.items()}, buffers, updates), updates + 1
 
     keeps_its_rule(update, state, [torch.tensor(float(n)) for n in range(4)])
+
+
+@pytest.mark.parametrize("buffers", ["copy", "average"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        functools.partial(ema.average, 0.9),
+        functools.partial(ema.average, 0.9, every=3),
+        functools.partial(ema.average, 0.9, every=3, initial=True),
+        functools.partial(ema.average, 0.9, every=3, warmup=True),
+        functools.partial(ema.swa, 2, every=3),
+    ],
+)
+def test_an_average_in_place_is_the_average(make: Callable[..., ema.Average], buffers: str) -> None:
+    rule, params = make(buffers=buffers), random_tree(0)
+    held: dict[str, Tensor] = {"mean": torch.zeros(3), "count": torch.tensor(0)}
+    plain, written = rule.init(params, held), rule.init(params, held)
+    assert rule.in_place is not None
+    for count in range(8):
+        held = {"mean": torch.full((3,), float(count)), "count": torch.tensor(count + 1)}
+        now = ({name: p * count for name, p in params.items()}, held, torch.tensor(count))
+        plain, written = rule.update(plain, *now), rule.in_place(written, *now)
+        assert_trees_close(written, plain, rtol=0, atol=0)
 
 
 def test_the_law_of_rules_catches_a_scale_that_is_halved_in_place() -> None:

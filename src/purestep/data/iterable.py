@@ -42,11 +42,37 @@ def held(feed: Feed, count: int) -> Feed:
     """Load the first batches of the first epoch, without shuffling, and return a feed that has them in every epoch."""
     ordered = feed.in_order()
     cut = ordered.cut(count)
-    batches = list(cut.epoch(0))
+    batches, rows = list[Batch](), dict[int, tuple[list[Any] | None, int]]()
+    for number, batch in enumerate(cut.epoch(0)):
+        batches.append(batch)
+        rows[number] = cut.indices(0, number), cut.order(0, number)
     cut.close()
-    found = SequenceFeed(batches, name=feed.name, facts={**ordered.facts, "overfit": count})
+    found = _HeldFeed(batches, rows, name=feed.name, facts={**ordered.facts, "overfit": count})
     found.is_divided = feed.is_divided
     return found
+
+
+class _HeldFeed(SequenceFeed):
+    """Batches that are loaded once. ``rows`` has the indices and the order of each."""
+
+    def __init__(
+        self,
+        batches: Sequence[Batch],
+        rows: Mapping[int, tuple[list[Any] | None, int]],
+        *,
+        name: str,
+        facts: Mapping[str, Any],
+    ) -> None:
+        super().__init__(batches, name=name, facts=facts)
+        self._rows = rows
+
+    def indices(self, epoch: int, batch: int) -> list[Any] | None:
+        del epoch  # Each has the same batches.
+        return self._rows.get(batch, (None, 0))[0]
+
+    def order(self, epoch: int, batch: int) -> int:
+        del epoch  # Each has the same batches.
+        return self._rows.get(batch, (None, 0))[1]
 
 
 class IterableFeed(Feed):
