@@ -222,7 +222,7 @@ def test_a_value_of_every_call_is_an_error():
         CONFIG.weight = float(value)
         watched()
     CONFIG.weight = 17.0
-    with pytest.raises(ps.errors.StepContractError, match="CONFIG.weight: has changed 17 times"):
+    with pytest.raises(ps.errors.StepContractError, match="CONFIG.weight: the value has changed 17 times"):
         watched()
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import purestep as ps
-from purestep.compile import first_run
+from purestep.compile import as_dict, first_run, prepared
 from purestep.config import FitConfig
 from purestep.errors import StepContractError
 from purestep.loop import train_call
@@ -129,6 +129,50 @@ def test_auto_raises_what_eager_raises_too(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("purestep.compile.compiled_step.CompiledStep._call_once", full)
     with pytest.raises(torch.OutOfMemoryError):
         fit(program.init(), batches(1), program, epochs=1, compile="auto")
+
+
+def _by_closure(factor: list[float]) -> Any:
+    return lambda model, batch: ps.Loss((model(batch[0]) * factor[0]).square().mean(), 1.0)
+
+
+def _by_batch(factor: list[float]) -> Any:
+    return lambda model, batch: ps.Loss((model(batch[0]) * batch[1]).square().mean(), 1.0)
+
+
+def _by_text(factor: list[float]) -> Any:
+    return lambda model, batch: ps.Loss((model(batch[0]) * float(batch[2])).square().mean(), 1.0)
+
+
+@pytest.mark.parametrize("is_evaluation", [False, True])
+@pytest.mark.parametrize("read", [_by_closure, _by_batch, _by_text])
+def test_auto_goes_on_in_eager_where_a_value_changes_with_each_batch(
+    monkeypatch: pytest.MonkeyPatch, read: Any, is_evaluation: bool
+) -> None:
+    """compile=True raises instead, with the cure."""
+    monkeypatch.setattr("purestep.compile.as_settings.compile_program", partial(ps.compile_program, backend="eager"))
+    factor, said = [0.0], list[str]()
+    program = ps.program(torch.nn.Linear(4, 3), read(factor), ps.optim.sgd(0.1))
+
+    def metrics(made: Program) -> list[float]:
+        assert made.init is not None
+        state, found = made.init(), list[float]()
+        for number in range(20):
+            factor[0] = number / 20
+            batch = torch.ones(2, 4), number / 20, str(number / 20)
+            if is_evaluation:
+                assert made.eval_step is not None
+                found.append(float(made.eval_step(state, batch)["loss"]))
+            else:
+                state, row = made.train_step(state, batch)
+                found.append(float(as_dict(row)["loss"]))
+        return found
+
+    device: Any = SimpleNamespace(type="cuda")
+    chosen = prepared(program, device, wanted="auto", donated=False, say=said.append)
+    assert metrics(chosen) == pytest.approx(metrics(program))
+    assert len(said) == 1
+    with pytest.raises(StepContractError, match="changed 17 times.*as a tensor|reads text of the batch"):
+        metrics(prepared(program, device, wanted=True, donated=False, say=said.append))
 
 
 # --- code that depends on values --------------------------------------------------------------------------------------

@@ -266,7 +266,7 @@ def test_only_an_object_is_converted(given: Any, message: str):
 def test_a_curve_or_a_matrix_is_refused_at_the_end(make: Callable[[], Any]):
     objective = ps.supervised(nn.CrossEntropyLoss(), metrics={"curve": make()})
     program = ps.program(net(3), objective, ps.optim.sgd(0.1))
-    with pytest.raises(StepContractError, match=r"metrics/curve: computes a .*a history holds numbers"):
+    with pytest.raises(StepContractError, match=r"metrics/curve: the metric computes a .*a history holds numbers"):
         ps.evaluate(program.init(), parts(CLASSES), program.eval_step)  # type: ignore[arg-type]
 
 

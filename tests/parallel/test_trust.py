@@ -68,7 +68,7 @@ def test_bytes_that_are_no_value_are_refused():
     whole = processes._message({"x": torch.ones(3), "n": [1, "a"]}).numpy().tobytes()
     cut = [whole[: rng.randrange(len(whole))] for _ in range(50)]
     for text in (b"", pickle.dumps(Evil()), b"\xff" * 64, (2).to_bytes(8, "little") + b"[]", *cut):
-        with pytest.raises(RankError, match="process 1: sent no value of purestep"):
+        with pytest.raises(RankError, match="process 1: the process sent no value of purestep"):
             processes._read(torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0), 1)
 
 
@@ -80,7 +80,7 @@ def test_the_error_of_another_process_is_one_of_purestep(name: str):
 def test_what_a_stranger_pickles_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     first, _ = (output.value for output in run("rigs.parallel.hostile:pickled", 2))
-    assert "process 1: sent no value of purestep" in first
+    assert "process 1: the process sent no value of purestep" in first
     assert not list(tmp_path.rglob("EXECUTED"))
 
 

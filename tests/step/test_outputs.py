@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from typing import Any
 
 import pytest
@@ -43,6 +44,23 @@ def test_a_step_returns_them_beside_its_metrics() -> None:
     assert metrics.outputs(found) == handed_out
     assert metrics.outputs(metrics.merge(found, found)) == {}
     assert sorted(metrics.compute(found)) == sorted(metrics.to_json(found)) == sorted({*found} - {"outputs"})
+
+
+def test_a_step_of_a_user_may_return_any_mapping_with_them() -> None:
+    program, met = made(), list[list[str]]()
+
+    def step(state: Any, batch: Any) -> Any:
+        state, found = program.train_step(state, batch)
+        return state, collections.OrderedDict(found)
+
+    def look(event: Any) -> None:
+        if isinstance(event, ps.events.StepEnd):
+            met.append(sorted(event.outputs))
+
+    own = ps.types.Program(step)
+    result = ps.fit(program.init(), [data()] * 2, own, epochs=1, progress=False, callbacks=[look])
+    assert "train_mae" in result.history
+    assert met == [["deep", "errors"]] * 2
 
 
 def test_a_step_without_them_has_no_entry() -> None:
@@ -103,7 +121,7 @@ def changing(model: Any, batch: Any) -> ps.Loss:
 
 @pytest.mark.parametrize(
     ("loss", "text"),
-    [(scalar, "outputs/loss.*rows"), (columns, "outputs/columns.*rows"), (changing, "outputs.*differ")],
+    [(scalar, "outputs/loss.*rows"), (columns, "outputs/columns.*rows"), (changing, "outputs: the outputs differ")],
 )
 def test_micro_batches_refuse_what_cannot_be_joined(loss: Any, text: str) -> None:
     program = made(loss, microbatches=2)
@@ -215,5 +233,5 @@ def test_what_is_no_tensor_is_refused(handed_out: Any, text: str) -> None:
 
 def test_several_steps_in_one_call_are_refused() -> None:
     step = ps.compile_step(made().train_step, unroll=2, backend="aot_eager")
-    with pytest.raises(StepContractError, match="unroll=1"):
+    with pytest.raises(StepContractError, match="step: the step hands out outputs, .*unroll=1"):
         step(made().init(), [data(), data()])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from purestep.scaler import ScalerState
 from purestep.step import IDENTITY, Accum, Adding, Closing
 from purestep.step.loss_checks import check_loss
 from purestep.torch_ext import tracing
-from purestep.types import Empty
+from purestep.types import Empty, Metrics
 
 LR = 0.5
 CROSS_ENTROPY = ps.supervised(nn.CrossEntropyLoss())
@@ -1759,6 +1760,39 @@ def test_metrics_have_the_dtype_of_the_loss(precision: str, accumulate: int) -> 
         assert abs(ps.evaluate(state, [batch], chosen.eval_step)["own"] - expected) < 1e-15
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_metrics_have_the_dtype_of_a_loss_that_is_not_that_of_the_weights(dtype: torch.dtype, accumulate: int) -> None:
+    other = torch.float64 if dtype == torch.float32 else torch.float32
+
+    def objective(model: Any, x: Tensor) -> ps.Loss:
+        own = {"own": ps.Mean(x.sum().double(), torch.tensor(7.0))}
+        return ps.Loss(model(x.to(other)).square().mean().to(dtype), len(x), own)
+
+    chosen = ps.program(nn.Linear(3, 1).to(other), objective, ps.optim.sgd(0.1), accumulate=accumulate)
+    for each in (chosen, ps.compile_program(chosen, backend="aot_eager")):
+        assert each.init is not None
+        assert each.eval_step is not None
+        state, rows = each.init(), list[Metrics]()
+        for _ in range(3):
+            state, row = each.train_step(state, torch.rand(7, 3))
+            rows.append(row)
+        for row in (*rows, each.eval_step(state, torch.rand(7, 3)), each.flush(state)[1]):
+            assert {part.dtype for mean in row.values() for part in mean} <= {dtype}
+
+
+def test_a_count_of_an_evaluation_stays_an_integer() -> None:
+    """float32 would round a sum above 2**24."""
+
+    def objective(model: Any, x: Tensor) -> ps.Loss:
+        return ps.Loss(model(x).mean(), len(x), {"seen": ps.Mean(torch.tensor(2**24 + 1), torch.tensor(1))})
+
+    chosen = ps.program(nn.Linear(3, 1), objective, ps.optim.sgd(0.1))
+    assert chosen.init is not None
+    assert chosen.eval_step is not None
+    assert int(chosen.eval_step(chosen.init(), torch.rand(7, 3))["seen"].total) == 2**24 + 1
+
+
 # --- derivatives by the inputs ----------------------------------------------------------------------------------------
 
 
@@ -1787,3 +1821,45 @@ def test_an_evaluation_of_a_derivative_by_the_inputs_names_its_cure(is_compiled:
         evaluated(residual)
     expected = float(ps.program(net, residual, ps.optim.sgd(0.1)).train_step(program(net).init(), x)[1]["loss"])
     assert abs(evaluated(enabled) - expected) < 1e-6
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_an_error_of_the_objective_itself_is_no_missing_derivative(is_compiled: bool) -> None:
+    def objective(model: Any, x: Tensor) -> ps.Loss:
+        raise RuntimeError("my adapter does not require grad, check the config")
+
+    chosen = ps.program(nn.Linear(1, 1), objective, ps.optim.sgd(0.1))
+    chosen = ps.compile_program(chosen, backend="aot_eager") if is_compiled else chosen
+    assert chosen.init is not None
+    assert chosen.eval_step is not None
+    for call in (chosen.eval_step, chosen.train_step):
+        with pytest.raises(RuntimeError, match="^my adapter does not require grad"):
+            call(chosen.init(), torch.ones(2, 1))
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("carry", [(), ("hidden",)])
+def test_an_evaluation_warns_of_the_buffer_that_is_written(is_compiled: bool, carry: tuple[str, ...]) -> None:
+    class Net(nn.Linear):
+        first: Tensor
+        hidden: Tensor
+
+        def __init__(self) -> None:
+            super().__init__(2, 2)
+            self.register_buffer("first", torch.zeros(2))
+            self.register_buffer("hidden", torch.zeros(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x) + self.hidden + self.first
+            self.hidden.copy_(y.detach().mean(0))
+            return y
+
+    chosen = ps.program(Net(), ps.supervised(nn.MSELoss()), ps.optim.sgd(0.1), carry=carry)
+    chosen = ps.compile_program(chosen, backend="aot_eager") if is_compiled else chosen
+    assert chosen.init is not None
+    assert chosen.eval_step is not None
+    with warnings.catch_warnings(record=True) as met:
+        warnings.simplefilter("always")
+        chosen.eval_step(chosen.init(), (torch.ones(3, 2), torch.ones(3, 2)))
+    found = [str(each.message) for each in met if "writes the buffer" in str(each.message)]
+    assert [text.split()[5] for text in found] == ([] if carry else ["hidden"])

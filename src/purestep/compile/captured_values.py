@@ -18,9 +18,9 @@ from typing import Any, cast
 import numpy as np
 from torch import Tensor, nn
 
-from ..errors import StepContractError
 from ..model import Template
 from ..types import TrainState
+from . import capture
 
 _log = logging.getLogger("purestep")
 
@@ -56,7 +56,7 @@ class CapturedValues:
         """The text; the same object until a value changes.
 
         Raises:
-            StepContractError: numbers changed too often, and each change would compile a graph.
+            Uncaptured: numbers changed too often, and each change would compile a graph.
         """
         if self._places is None or not self._places.is_same():
             before, self._places = self._places, _Places(self._step)
@@ -95,8 +95,8 @@ class CapturedValues:
         self.objects += not is_number
         self._changes += is_number
         if self._changes > _MAX_CHANGES:
-            what = f"has changed {self._changes} times; each value would compile a graph"
-            raise StepContractError(what, where=name, hint=_NUMBER_CURE)
+            what = f"the value has changed {self._changes} times; each value would compile a graph"
+            raise capture.Uncaptured(what, where=name, hint=_NUMBER_CURE)
         if self._changes + self.objects == 1:
             change = f"was {_short(was)}, is {_short(now)}"
             cure = _NUMBER_CURE if is_number else _OBJECT_CURE

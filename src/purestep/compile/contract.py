@@ -110,7 +110,7 @@ def unrolled(step: Callable[..., Any]) -> Callable[..., Any]:
             state, metrics = checked(step(state, batch))
             if outputs(metrics):
                 raise StepContractError(
-                    "hands out outputs, of which the merged metrics of several steps have none",
+                    "the step hands out outputs, of which the merged metrics of several steps have none",
                     where="step",
                     hint="compile_step(step, unroll=1)",
                 )

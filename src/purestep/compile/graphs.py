@@ -160,7 +160,7 @@ class Graphs:
             build: returns the function to compile.
 
         Raises:
-            StepContractError: a number in the batch changed too often, and each change would compile a graph.
+            Uncaptured: a number in the batch changed too often, and each change would compile a graph.
         """
         exact = ((structure, batch, self.surroundings()), signature(leaves))
         known = self._known(exact)

@@ -52,16 +52,17 @@ def leaf_name(path: str) -> str:
 
 
 class Text:
-    """Placeholder inside a graph for text of a batch: any use raises StepContractError."""
+    """Placeholder inside a graph for text of a batch: any use raises Uncaptured."""
 
     def _refuse(self, *_: Any) -> NoReturn:
-        raise StepContractError(
+        raise capture.Uncaptured(
             "the step reads text of the batch, which no compiled graph can hold",
             where="batch",
             hint="convert it to tensors in the loader, or remove it: ps.supervised(..., prepare=...)",
         )
 
     __len__ = __iter__ = __getitem__ = __contains__ = __add__ = __str__ = __bool__ = __getattr__ = _refuse
+    __float__ = __int__ = __index__ = _refuse
     __eq__ = __ne__ = __hash__ = _refuse  # sets and dicts compare too
 
 
@@ -86,8 +87,7 @@ def signature(leaves: list[Any]) -> tuple[Any, ...]:
     """Return what a compiled graph depends on: shape, strides, dtype and device of tensors, the value of anything else.
 
     Raises:
-        Uncaptured: a leaf is a sparse or nested tensor.
-        StepContractError: a leaf is an object that no graph can hold.
+        Uncaptured: a leaf is a sparse or nested tensor, or an object that no graph can hold.
     """
     try:
         return tuple((x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else constant(x) for x in leaves)

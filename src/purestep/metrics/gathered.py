@@ -81,7 +81,7 @@ def numbers(name: str, value: Value) -> dict[str, float]:
         return {entry_name(name, index): float(one) for index, one in enumerate(parts)}
     shape = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
     raise StepContractError(
-        f"computes {shape}, and a history holds numbers",
+        f"the metric computes {shape}, and a history holds numbers",
         where=f"metrics/{name}",
         hint="use a metric of one number, or of one per class; for a curve or a matrix, call the object in a loop of "
         "your own over program.bind(state)",

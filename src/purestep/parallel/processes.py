@@ -124,7 +124,7 @@ def _read(message: Tensor, rank: int) -> Any:
         data = message[end:].split(list(sizes.values()))
         return tree_json.decode(tree, {name: part.clone() for name, part in zip(sizes, data, strict=True)})
     except (ValueError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
-        what = f"sent no value of purestep: {error}"
+        what = f"the process sent no value of purestep: {error}"
         raise RankError(
             what, where=f"process {rank}", hint="let only the processes of one run reach each other"
         ) from error

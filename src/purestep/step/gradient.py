@@ -368,7 +368,7 @@ def _joined_outputs(parts: list[tuple[Batch, Any]]) -> Any:
                 )
     if len({tuple(tree.paths(outputs)) for _, outputs in parts}) > 1:
         raise StepContractError(
-            "differ between the micro-batches of a call",
+            "the outputs differ between the micro-batches of a call",
             where="outputs",
             hint="return the same names in every call, or set microbatches=1",
         )

@@ -14,7 +14,7 @@ from ..model import functional, write_check
 from ..state import stacked, views
 from ..torch_ext import tracing
 from ..types import Batch, Carrying, Loss, Mean, Metrics, Params, TrainState
-from .loss_checks import check_loss, counted, like_loss, rows_of
+from .loss_checks import check_loss, counted, lacks_gradient, like_loss, rows_of
 from .random_draws import drawn
 from .spec import Spec
 
@@ -57,13 +57,13 @@ def eval_step_of(spec: Spec) -> Callable[..., Metrics]:
             with torch.no_grad():
                 found = evaluate() if tracing.in_graph() else drawn(evaluate, _number(state, index), state.step.device)
         except RuntimeError as error:
-            if "does not require grad and does not have a grad_fn" not in str(error):
+            if not lacks_gradient(error):
                 raise
             raise _without_gradients() from error
         loss, carried = found
         weight = torch.where(loss.weight > 0, loss.weight, torch.zeros_like(loss.weight))
         total = torch.where(loss.weight > 0, loss.mean * weight, torch.zeros_like(loss.mean))
-        return like_loss({**tree.detach(loss.metrics), "loss": Mean(total, weight)}, loss.mean), carried
+        return like_loss({**tree.detach(loss.metrics), "loss": Mean(total, weight)}, loss.mean.dtype), carried
 
     if spec.carry:
         vars(eval_step)["carrying"] = Carrying(carrying, spec.carry)
@@ -89,7 +89,8 @@ def _written_buffers(spec: Spec, bound: functional.Bound) -> Callable[[], None]:
 
     def look() -> None:
         now = write_check.marks(given)
-        written = [name for name, found in bound.buffers.items() if found is not given[name] or now != marks]
+        changed = {name for name, mark in now.items() if mark != marks[name]}
+        written = [name for name, found in bound.buffers.items() if found is not given[name] or name in changed]
         _warn_of_written(name for name in written if name not in spec.carry and not _is_same(before, name, bound))
 
     return look

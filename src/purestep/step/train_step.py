@@ -18,7 +18,7 @@ from ..types import Batch, Empty, Form, Metrics, Params, Steps, TrainState
 from . import exchange
 from .accumulation import accumulate, close
 from .gradient import kept_buffers
-from .loss_checks import like_loss
+from .loss_checks import lacks_gradient, like_loss
 from .random_draws import drawn_in_step
 from .spec import Accum, Micro, Spec, sum_is_divided
 from .update import apply, weight_or_nan
@@ -69,7 +69,9 @@ def steps_of(spec: Spec, form: Form) -> Steps:
                 new = new._replace(buffers=kept_buffers(state.buffers, micro, counted))
         else:
             new, micro, metrics = accumulate(spec, form, state, micro)
-        metrics = like_loss(_joined(micro.metrics, metrics), micro.mean)
+        metrics = like_loss(_joined(micro.metrics, metrics), micro.mean.dtype)
+        if not torch.compiler.is_dynamo_compiling():
+            spec.reach.loss_dtype = micro.mean.dtype
         return _count_call(state, new), handed_out.with_outputs(metrics, micro.outputs)
 
     def flush(state: TrainState) -> tuple[TrainState, Metrics]:
@@ -80,7 +82,7 @@ def steps_of(spec: Spec, form: Form) -> Steps:
         accum = cast(Accum, state.accum)
         weight = accum.weight if spec.tail == "step" else torch.zeros_like(accum.weight)
         new, metrics = close(spec, form, state, accum._replace(weight=weight), spec.reach.ever)
-        return _count_call(state, new), like_loss(metrics, metrics["grad_norm"].total)
+        return _count_call(state, new), like_loss(metrics, spec.reach.loss_dtype or metrics["grad_norm"].total.dtype)
 
     return Steps(train_step, flush)
 
@@ -159,7 +161,7 @@ def _drawing(spec: Spec, form: Form, state: TrainState, batch: Batch, call: Call
     try:
         return drawn_in_step(state, call, *stream)
     except RuntimeError as error:
-        if tracing.in_graph() and "does not require grad" in str(error):
+        if tracing.in_graph() and lacks_gradient(error):
             raise StepContractError(
                 "the objective differentiates by a tensor that requires no gradient: a batch is data inside a graph",
                 where="objective",
