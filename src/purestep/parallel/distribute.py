@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..errors import ConfigError, RankError
+from ..errors import ConfigError, DataError, RankError
 from ..metrics import Gathered
 from ..model import check_real
 from ..optim import base, numerics
@@ -117,7 +117,7 @@ def distribute(
     statistics = inner.made.statistics  # of whole weights
     if tensor is not None:
         inner = _changed(inner, tensor_parallel.parallelized(tensor, meshes.axis_mesh("tensor")))
-        splits = tensor_parallel.splits(inner.module, mesh.tensor, static.frozen)
+        splits = tensor_parallel.splits(inner.module, mesh.tensor, static.frozen, static.ties)
     dims = {name: split.dim for name, split in splits.items() if split.dim >= 0}
     sharding = placement.sharding_of(program.init(device="meta"), is_cut, mesh, dims)
     if static.tx.elementwise and not all(leaf.is_whole for leaf in sharding.leaves):
@@ -164,7 +164,14 @@ def share(batch: Batch, mesh: Mesh) -> Share:
     """
     from ..step import microbatch
 
-    count, at, width = microbatch.count_rows(batch), mesh.batch_rank, mesh.batch_size
+    try:
+        count = microbatch.count_rows(batch)
+    except DataError as error:
+        hint = "give values that all rows share by a closure of the objective, as context or as a buffer of the model"
+        what = error.what.replace("1 micro-batches need", f"the {mesh.batch_size} shares of the processes need")
+        what = what.replace("split into 1 micro-batches", f"divide into {mesh.batch_size} shares")
+        raise DataError(what, where=error.where, hint=hint) from None
+    at, width = mesh.batch_rank, mesh.batch_size
     first, end = count * at // width, count * (at + 1) // width
     rows = microbatch.rows(batch, first, end) if end > first else microbatch.rows(batch, 0, 1)
     device = next((leaf.device for leaf in tree.leaves(rows) if isinstance(leaf, Tensor)), None)
