@@ -13,7 +13,7 @@ from torch import nn
 
 import purestep as ps
 from purestep.parallel import mesh as meshes
-from purestep.parallel import processes
+from purestep.parallel import placement, processes
 
 LAUNCHERS = [
     (
@@ -163,3 +163,22 @@ def test_the_cure_of_share_says_nothing_of_micro_batches(batch: Any, text: str) 
         ps.parallel.share(batch, ps.parallel.Mesh(data=2))
     assert "microbatches" not in str(found.value)
     assert "buffer of the model" in str(found.value)
+
+
+def test_the_part_of_one_process_is_refused_by_the_program_of_one_process() -> None:
+    """As it comes back from a file that one process has written with torch.save."""
+    program = ps.program(nn.Linear(4, 2), ps.supervised(nn.MSELoss()), ps.optim.sgd(0.1))
+    whole = program.init(seed=0)
+    sharding = placement.sharding_of(whole, lambda name: True, ps.parallel.Mesh(shard=2))
+    state = placement.part(sharding, whole)
+    batch = torch.ones(2, 4), torch.ones(2, 2)
+    for name, call in {
+        "train_step": lambda: program.train_step(state, batch),
+        "flush": lambda: program.flush(state),
+        "eval_step": lambda: program.eval_step(state, batch),
+        "bind": lambda: program.bind(state),
+    }.items():
+        with pytest.raises(
+            ps.errors.StateError, match=rf"{name}: .* part of one of several processes.*ps\.full\(state"
+        ):
+            call()
