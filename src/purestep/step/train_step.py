@@ -185,7 +185,7 @@ def _whole(spec: Spec, form: Form, state: TrainState, micro: Micro) -> tuple[Mic
         # The sum is not finite if the loss or the weight is not. `apply` handles a weight of 0.
         return micro, micro.mean + micro.weight, dict.fromkeys(stored)
     verdict = weight_or_nan(micro)
-    found = exchange.joined(spec, form, micro, verdict, checks_gradients=False)
+    found = exchange.joined(spec, form, state.buffers, micro, verdict, checks_gradients=False)
     grads = exchange.mean_gradients(form, state, micro.grads, micro.grad_weight, found.micro.weight)
     return found.micro._replace(grads=grads), found.verdict, _reached(stored, found.reached)
 
