@@ -154,12 +154,22 @@ def _drawing(spec: Spec, form: Form, state: TrainState, batch: Batch, call: Call
 
     Raises:
         DataError: the call failed because a tensor of the batch is on another device. Not checked before the call: an
-            operation may need an index on the CPU.
+            operation may need an index on the CPU. Or a share of several processes has one row, of which batch
+            normalization has no variance.
         StepContractError: in a graph, the objective differentiates by the batch, which requires no gradient there.
     """
     stream = () if form.exchange is None else form.exchange.stream
     try:
         return drawn_in_step(state, call, *stream)
+    except ValueError as error:
+        if form.exchange is None or "Expected more than 1 value per channel" not in str(error):
+            raise
+        raise DataError(
+            f"the rows of this process's share are too few for batch normalization: {error}",
+            where="batch",
+            hint='set drop_last=True in the loader if it is the last batch of an epoch; or batchnorm="sync" '
+            "for the statistics of the rows of all processes, which are two or more",
+        ) from error
     except RuntimeError as error:
         if tracing.in_graph() and "does not require grad" in str(error):
             raise StepContractError(

@@ -497,6 +497,24 @@ def many_elements() -> dict[str, list[float]]:
     return found
 
 
+def one_row(batchnorm: str) -> str:
+    """The error of a step in which a process has one row, or a row that stands in for none; "" if there is none."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    program = ps.program(net.to(DEVICE), ps.supervised(nn.MSELoss()), optim.sgd(0.1))
+    rows = 0
+    try:
+        with ps.parallel.start(timeout=60) as mesh:
+            several = ps.distribute(program, mesh, batchnorm=batchnorm)
+            state = several.init(seed=0)
+            for rows in (3, 2, 1) if batchnorm == "sync" else (3,):
+                batch = torch.randn(rows, 4, device=DEVICE), torch.randn(rows, 4, device=DEVICE)
+                state, _ = several.train_step(state, share(batch, mesh, "empty" if batchnorm == "average" else "even"))
+    except ps.errors.PurestepError as error:
+        return f"{rows} rows: {error}"
+    return ""
+
+
 def without_ways() -> str:
     """The error of a step whose forward pass writes buffers that `distribute` has no way for."""
     with ps.parallel.start(timeout=60) as mesh:
