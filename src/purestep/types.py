@@ -270,7 +270,8 @@ class Exchange(NamedTuple):
         reduce: named gradients x weight of this process's examples -> their sum over all processes, in the stored form.
         once: True if an accumulation window is reduced when it closes, False if every call is.
         sums: tensors that are small -> their sums over the processes with other examples; one collective.
-        buffers: (buffers, flag) -> the buffers of all processes; ``flag`` is 0-d, and 0 where they do not count.
+        buffers: (buffers before a pass, after it, weight) -> the buffers of all processes; the weight of this process's
+            rows is 0-d, and 0 where they do not count.
         total: a sum over the numbers that this process stores, shape=() -> the sum over all numbers.
         norm: `optim.global_norm` of pieces; None where every process holds all numbers.
         update: (tx, gradients, opt_state, params, norm of the gradients) -> the transform's result.
@@ -279,18 +280,21 @@ class Exchange(NamedTuple):
             the loss as its attribute ``weight``.
         seeded: gradients of several processes mix in the backward pass, so that the loss is multiplied by its weight
             before it.
+        watched: buffers before a forward pass -> a function that takes those after it, and checks that they can be
+            joined.
     """
 
     reduce: Callable[[Params], Params]
     once: bool
     sums: Callable[[list[Tensor]], list[Tensor]]
-    buffers: Callable[[Params, Tensor], Params]
+    buffers: Callable[[Params, Params, Tensor], Params]
     total: Callable[[Tensor], Tensor]
     norm: Callable[[Params], Tensor] | None
     update: Callable[[Any, Params, Tree, Params, Tensor], Any]
     stream: tuple[int, ...]
     call: Callable[[Tensor | None], AbstractContextManager[Any]] = lambda counts: nullcontext()
     seeded: bool = False
+    watched: Callable[[Params], Callable[[Params], None]] = lambda before: lambda after: None
 
 
 class Form(NamedTuple):

@@ -25,7 +25,9 @@ def test_a_process_that_is_gone_ends_the_others(how: str):
     outputs = run("rigs.parallel.fitting:gone", world, args=[kind, rank], check=False, timeout=60)
     for other in set(range(world)) - {rank}:
         message, seconds = outputs[other].value
-        assert f"process {other} of {world}: another process ended, failed, did not answer" in message, message
+        cause = "failed: process 1 raised ValueError: of this" if kind == "raise" else "ended, failed, did not answer"
+        assert f"process {other} of {world}: another process {cause}" in message, message
+        assert "in fit, which every process calls" in message
         assert "torchrun --max-restarts" in message
         assert kind != "raise" or "one process alone cannot save the state of several" in outputs[rank].text
         assert seconds < (30 if kind == "hang" else 20)  # no hang; the time itself is in the report of benchmarks

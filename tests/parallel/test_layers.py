@@ -88,6 +88,14 @@ def test_batch_normalization_has_no_default() -> None:
         ps.distribute(cases.normalized(), ps.parallel.Mesh(data=2), batchnorm="none")
 
 
+def test_one_value_of_a_channel_is_refused_by_all_processes() -> None:
+    """The second process has the row that stands in for none. Statistics of all processes need two rows."""
+    for each in processes.run("rigs.parallel.cases:one_row", 2, args=["average"]):
+        assert re.match("3 rows: .*too few for batch normalization.*drop_last=True", each.value), each.value
+    for each in processes.run("rigs.parallel.cases:one_row", 2, args=["sync"]):
+        assert re.match("1 rows: batch: .*more than 1 value per channel.*drop_last=True", each.value), each.value
+
+
 def test_only_layers_that_train_need_it() -> None:
     program = cases.normalized(keep_eval=("norm", "plain"))
     assert ps.distribute(program, ps.parallel.Mesh(data=1)).static is program.static

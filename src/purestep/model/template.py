@@ -35,6 +35,27 @@ def wrappers(module: nn.Module) -> tuple[str, ...]:
     return tuple(dict.fromkeys(kind for part in module.modules() if (kind := wrapper(part))))
 
 
+def check_whole(module: nn.Module) -> None:
+    """Check that no other tool has cut the parameters of a module into the pieces of several processes.
+
+    Raises:
+        ConfigError: with the name of a parameter or module.
+    """
+    # By names: these classes load torch.distributed.
+    cut = [name for name, each in module.named_parameters() if type(each).__name__ == "DTensor"]
+    cut += [name or "model" for name, each in module.named_modules() if type(each).__name__ == _FSDP]
+    if cut:
+        raise ConfigError(
+            f"{cut[0]} is in pieces already, by fully_shard, {_FSDP} or parallelize_module",
+            where="program",
+            hint='pass the model as one process has it; then ps.distribute(program, mesh, params="shard") cuts it, and '
+            "tensor={...} takes the plan of parallelize_module",
+        )
+
+
+_FSDP = "FullyShardedDataParallel"
+
+
 def unwrapped(module: nn.Module) -> nn.Module:
     """Remove the wrappers of `torch.compile`, `DataParallel` and `DistributedDataParallel` from a module: a step is
     compiled and distributed as a whole, and its names are those of the model.

@@ -5,6 +5,7 @@ placement    which leaves of a state are cut, where, and how the whole is put to
 collectives  operators that graphs may contain, and their gradients
 distribute   the steps of a program with these collectives
 units        blocks that gather their own parameters, in the forward and in the backward pass
+joined_buffers    how buffers that a forward pass writes become one
 batchnorm    batch normalization by the statistics of all rows, and the pass that runs
 tensor_parallel   tensor parallel by torch's styles
 loaders      how the batches of a loader without indices are divided

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError
+from ..torch_ext import tracing
 from . import collectives
 
 _FORWARDS = {kind.forward for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)}
@@ -71,6 +72,8 @@ def _forward(layer: Any, x: Tensor) -> Tensor:
     current = _running[-1] if _running else Pass(None)
     values = x.double() if x.dtype == torch.float64 else x.float()
     mean, variance, count = _statistics(values, current.counts)
+    if x.numel() == x.shape[1]:
+        mean = _of_several(mean, count, x)
     _track(layer, mean.detach(), variance.detach(), count)
     shape = [1, -1, *[1] * (x.dim() - 2)]
     result = (values - mean.view(shape)) * (variance + layer.eps).rsqrt().view(shape)
@@ -96,6 +99,19 @@ def _statistics(x: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor, Tenso
     mean = (torch.where(held, centers, torch.zeros_like(centers)) * (numbers / total)).sum(0)
     spread = torch.where(held, sums + numbers * (centers - mean).square(), torch.zeros_like(sums))
     return mean, spread.sum(0) / total, count
+
+
+def _of_several(mean: Tensor, count: Tensor, x: Tensor) -> Tensor:
+    """The mean of a channel, if it has more than one value in all processes together; in a graph, nan if it has one.
+
+    Raises:
+        ValueError: as torch's, in every process.
+    """
+    if not tracing.may_read(count):
+        return torch.where(count == 1, torch.full_like(mean, torch.nan), mean)
+    if float(count.detach()) == 1:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {list(x.shape)}")
+    return mean
 
 
 def _track(layer: Any, mean: Tensor, variance: Tensor, count: Tensor) -> None:

@@ -5,20 +5,21 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from .. import tree
-from ..errors import ConfigError, RankError
+from ..errors import ConfigError, DataError, RankError
 from ..metrics import Gathered
 from ..model import check_real
 from ..optim import base, numerics
 from ..state import check_choice, known_keywords, views
 from ..types import Batch, Exchange, Form, Labels, Metrics, Params, Program, Share, Static, TrainState, Tree
 from . import batchnorm as batchnorms
-from . import collectives, placement, processes, tensor_parallel
+from . import collectives, joined_buffers, placement, processes, tensor_parallel
 from . import mesh as meshes
 from . import units as blocks
 from .mesh import Mesh
@@ -38,6 +39,7 @@ def distribute(
     units: Sequence[str] = (),
     batchnorm: str | None = None,
     tensor: tensor_parallel.Plan | None = None,
+    buffers: Mapping[str, str] = MappingProxyType({}),
 ) -> Program:
     """Return the program for the processes of a mesh. Every step equals one process's step on the whole batch, up to
     rounding, dropout, and ``batchnorm="average"``.
@@ -68,6 +70,10 @@ def distribute(
             ``RowwiseParallel()``, ``SequenceParallel()``); ``*`` in a name matches any text. The processes of the axis
             "tensor" hold parts of these layers and compute them together; ``params`` may cut the parts further. They
             draw the same random numbers. Evaluation and ``bind`` gather the whole weights.
+        buffers: names of buffers that the forward pass writes -> how those of the processes become one; ``*`` in a name
+            matches any text. "sum": what a pass adds to it is summed (counts of rows, sums of a codebook); "mean": the
+            mean by the weights of the shares (running means over rows); "local": nothing is exchanged (a count of
+            calls, which every process computes alike). Normalization layers need none.
 
     Returns:
         A `Program`. Its steps make collectives: all processes call them, or none.
@@ -76,7 +82,8 @@ def distribute(
         ConfigError: ``params`` has another value, or a rule matches no parameter; ``batchnorm`` is missing or has
             another value, or is "sync" for a layer with a forward method of its own; ``tensor`` matches no layer, or
             the axis does not divide a layer's dimension; ``units`` matches no block, or one without parameters in
-            pieces.
+            pieces; ``buffers`` matches no buffer. From train_step: the forward pass writes a buffer that has no
+            entry in ``buffers``.
         RankError: ``params`` shards, and the mesh has ``shard=1``; it has ``tensor`` processes without a plan, or a
             plan without processes; the program is distributed already; it is no program of `purestep.program`.
 
@@ -117,9 +124,11 @@ def distribute(
     statistics = inner.made.statistics  # of whole weights
     if tensor is not None:
         inner = _changed(inner, tensor_parallel.parallelized(tensor, meshes.axis_mesh("tensor")))
-        splits = tensor_parallel.splits(inner.module, mesh.tensor, static.frozen)
+        splits = tensor_parallel.splits(inner.module, mesh.tensor, static.frozen, static.ties)
     dims = {name: split.dim for name, split in splits.items() if split.dim >= 0}
-    sharding = placement.sharding_of(program.init(device="meta"), is_cut, mesh, dims)
+    whole = program.init(device="meta")
+    ways = joined_buffers.ways_of(static.module, whole.buffers, buffers)
+    sharding = placement.sharding_of(whole, is_cut, mesh, dims)
     if static.tx.elementwise and not all(leaf.is_whole for leaf in sharding.leaves):
         _check_elementwise(static.tx, sharding.leaves)
     in_units = blocks.leaves_of(unit_names, sharding.leaves, static.ties)
@@ -127,7 +136,7 @@ def distribute(
         inner = _changed(inner, blocks.gathering(_units(in_units, sharding, splits)))
 
     hidden = frozenset(leaf.name for leaves in in_units.values() for leaf in leaves)
-    own = _Distributed(program, inner, mesh, sharding, splits, hidden, is_seeded=is_synced or bool(in_units))
+    own = _Distributed(program, inner, mesh, sharding, splits, hidden, ways, is_seeded=is_synced or bool(in_units))
     steps = inner.made.steps(own.form(Form(lambda stored: stored, lambda named: named)))
     fixed = static._replace(
         made=static.made._replace(
@@ -164,7 +173,14 @@ def share(batch: Batch, mesh: Mesh) -> Share:
     """
     from ..step import microbatch
 
-    count, at, width = microbatch.count_rows(batch), mesh.batch_rank, mesh.batch_size
+    try:
+        count = microbatch.count_rows(batch)
+    except DataError as error:
+        hint = "give values that all rows share by a closure of the objective, as context or as a buffer of the model"
+        what = error.what.replace("1 micro-batches need", f"the {mesh.batch_size} shares of the processes need")
+        what = what.replace("split into 1 micro-batches", f"divide into {mesh.batch_size} shares")
+        raise DataError(what, where=error.where, hint=hint) from None
+    at, width = mesh.batch_rank, mesh.batch_size
     first, end = count * at // width, count * (at + 1) // width
     rows = microbatch.rows(batch, first, end) if end > first else microbatch.rows(batch, 0, 1)
     device = next((leaf.device for leaf in tree.leaves(rows) if isinstance(leaf, Tensor)), None)
@@ -295,6 +311,7 @@ class _Distributed:
         sharding: of the state.
         splits: parameters that are DTensors inside of a step.
         hidden: parameters that are gathered by their units.
+        ways: of joining buffers.
         is_seeded: as in `Exchange`.
     """
 
@@ -306,6 +323,7 @@ class _Distributed:
         sharding: Sharding,
         splits: Mapping[str, tensor_parallel.Split],
         hidden: frozenset[str],
+        ways: Mapping[str, str],
         *,
         is_seeded: bool,
     ) -> None:
@@ -323,7 +341,8 @@ class _Distributed:
             reduce=self._reduced,
             once=not self._cuts,
             sums=self._sums,
-            buffers=self._buffers,
+            buffers=functools.partial(joined_buffers.joined, ways),
+            watched=functools.partial(joined_buffers.watched, ways),
             total=lambda value: collectives.all_reduce(collectives.all_reduce(value, "shard"), "tensor"),
             norm=self._norm if self._pieces else None,
             update=self._update,
@@ -410,17 +429,6 @@ class _Distributed:
         parts = collectives.all_reduce(flat, "batch").split([value.numel() for value in values])
         return [part.view(value.shape).to(value.dtype) for part, value in zip(parts, values, strict=True)]
 
-    def _buffers(self, buffers: Params, counts: Tensor) -> Params:
-        """Floating buffers averaged over the processes that counted something, the greatest of others."""
-        floats = {name: value for name, value in buffers.items() if value.is_floating_point()}
-        found = dict(buffers)
-        if floats:
-            kept = [torch.where(counts, value.double(), torch.zeros_like(value).double()) for value in floats.values()]
-            number, *totals = placement.all_reduced([counts.double(), *kept], "batch")
-            means = [total / number.clamp(min=1.0) for total in totals]
-            found |= {name: mean.to(floats[name].dtype) for name, mean in zip(floats, means, strict=True)}
-        return found | {name: _largest(value) for name, value in buffers.items() if name not in floats}
-
     def _cut_by(self, name: str) -> tuple[bool, bool]:
         """True for a parameter that is cut by rows; True for one that is cut over the axis "tensor"."""
         leaf = self._leaves[name]
@@ -487,10 +495,3 @@ def _check_weights(state: TrainState) -> None:
         where="program.init",
         hint="torch.manual_seed(0) before the model is built, or the same pretrained weights, in every process",
     )
-
-
-def _largest(value: Tensor) -> Tensor:
-    """The largest value of all processes, number by number."""
-    if value.dtype == torch.bool:  # gloo has no such reduction
-        return collectives.all_reduce(value.to(torch.uint8), "batch", "max").to(torch.bool)
-    return collectives.all_reduce(value, "batch", "max")

@@ -32,7 +32,20 @@ _WHERE = "parallel.start"
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _RUN = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE")
 """Variables that launchers set to one value for the processes of one run."""
+_LAUNCHERS = {
+    "srun": ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_ID"),
+    "mpirun (Open MPI)": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    "mpirun (MPICH)": ("PMI_SIZE", "PMI_RANK"),
+    "mpirun (MVAPICH)": ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
+}
+"""Launchers without torchrun's variables -> their variables: the number of processes, the number of this one, others.
+A job's own script has the first of srun's, too, but no step."""
+_SRUN = (
+    "srun --ntasks-per-node=1 torchrun --nnodes=$SLURM_NNODES --nproc-per-node=2 --rdzv-backend=c10d "
+    "--rdzv-endpoint=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1):29500 train.py"
+)
 _NCCL_GRACE = 30.0  # seconds for the host group's error to arrive first
+_LONGEST = 1000  # letters of an error
 _GRACE = 5.0  # seconds in which the process with the store waits for what the others have to say
 
 
@@ -108,6 +121,8 @@ class Groups(NamedTuple):
     by_axis: Mapping[str, Any]  # axis -> ProcessGroup, for axes of more than one process
     host: Any  # of all processes, on the CPU: for decisions of the host
     timeout: float = 600.0  # seconds
+    opened: float = 0.0  # the time of `time.monotonic`
+    store: Any = None  # in which a process that fails says so; None in a process group that the user has started
 
 
 _started: list[Groups] = []
@@ -179,9 +194,9 @@ def start(*, data: int | None = None, shard: int = 1, tensor: int = 1, timeout: 
 
     Raises:
         ConfigError: a size or timeout out of range.
-        RankError: a part of torchrun's variables is missing; the sizes do not fit the number of processes; the port is
-            taken; a process did not start in time; two processes have one rank; processes have different versions of
-            Python, torch or purestep; a mesh is open already.
+        RankError: a part of torchrun's variables is missing; srun or mpirun has started the processes; the sizes do not
+            fit the number of processes; the port is taken; a process did not start in time; two processes have one
+            rank; processes have different versions of Python, torch or purestep; a mesh is open already.
 
     Example:
         >>> import purestep as ps
@@ -202,9 +217,10 @@ def start(*, data: int | None = None, shard: int = 1, tensor: int = 1, timeout: 
             rank, count = environment
             sizes["data"] = _fitting(sizes, count, is_free=data is None)
             stack.enter_context(_on_loopback())
-            stack.enter_context(_process_group(rank, count, timeout))
+            store = stack.enter_context(_process_group(rank, count, timeout))
             with _joining(rank, count):
                 found = _opened(Mesh(**sizes, rank=rank, device_type=_device_type()), timeout)
+            found = found._replace(opened=time.monotonic(), store=store)
         _started.append(found)
         stack.callback(_started.remove, found)
         try:
@@ -212,6 +228,7 @@ def start(*, data: int | None = None, shard: int = 1, tensor: int = 1, timeout: 
         except BaseException as error:
             if not (isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and not error.code)):
                 _record(error)
+                _tell(found, error)
                 # To close the groups would wait for the other processes.
                 abort(found, but=dist.group.WORLD if is_users and not isinstance(error, RankError) else None)
             raise
@@ -237,6 +254,24 @@ def _record(error: BaseException) -> None:
         get_error_handler().record_exception(error)
 
 
+def _tell(groups: Groups, error: BaseException) -> None:
+    """Store the first error of a run for the messages of the other processes."""
+    if groups.store is None or isinstance(error, RankError):
+        return
+    with contextlib.suppress(Exception):  # the process with the store may be gone
+        if groups.store.add("failures", 1) == 1:
+            text = f"process {groups.mesh.rank} raised {type(error).__name__}: {error}"[:_LONGEST]
+            groups.store.set("failure", json.dumps(text))
+
+
+def told_failure(groups: Groups) -> str:
+    """The first error of another process that `_tell` has stored; "" if there is none."""
+    with contextlib.suppress(Exception):
+        if groups.store is not None and groups.store.check(["failure"]):
+            return str(json.loads(groups.store.get("failure")))[:_LONGEST]
+    return ""
+
+
 def abort(groups: Groups, but: Any = None) -> None:
     """End the GPU's pending collectives: another process is gone or this one fails, and later work would wait. ``but``:
     a group that is left as it is."""
@@ -255,10 +290,12 @@ def _environment() -> tuple[int, int] | None:
     there are none.
 
     Raises:
-        RankError: some are missing, or are no numbers.
+        RankError: some are missing, or are no numbers; or another launcher has started several processes.
     """
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
+    if not (os.environ.get("RANK") and os.environ.get("WORLD_SIZE")):
+        _check_launcher()
     present, missing = ([name for name in _VARIABLES if bool(os.environ.get(name)) == there] for there in (True, False))
     if not present:
         return None
@@ -271,6 +308,24 @@ def _environment() -> tuple[int, int] | None:
     if not all(map(str.isdecimal, texts)) or int(texts[0]) >= int(texts[1]):
         raise RankError(f"RANK={texts[0]!r} of WORLD_SIZE={texts[1]!r}", where=_WHERE, hint=hint)
     return int(texts[0]), int(texts[1])
+
+
+def _check_launcher() -> None:
+    """Check that no other launcher has started this process as one of several, of which none would find the others.
+
+    Raises:
+        RankError: with the command that does.
+    """
+    for launcher, names in _LAUNCHERS.items():
+        texts = [os.environ.get(name, "") for name in names]
+        if all(texts) and texts[0].isdecimal() and int(texts[0]) > 1:
+            command = _SRUN if launcher == "srun" else f"torchrun --nproc-per-node {texts[0]} train.py"
+            raise RankError(
+                f"{launcher} has started this process as {texts[1]} of {texts[0]}, without torchrun's variables: each "
+                "process would train another model",
+                where=_WHERE,
+                hint=f"`{command}`; or unset {names[1]} where the processes are unrelated",
+            )
 
 
 def _fitting(sizes: Mapping[str, int], count: int, *, is_free: bool) -> int:
@@ -292,14 +347,17 @@ def _fitting(sizes: Mapping[str, int], count: int, *, is_free: bool) -> int:
 
 
 @contextmanager
-def _process_group(rank: int, count: int, timeout: float) -> Generator[None]:
+def _process_group(rank: int, count: int, timeout: float) -> Generator[Any]:
     """Start torch's default process group, unless the user has.
+
+    Yields:
+        The store of the group; None in one of the user.
 
     Raises:
         RankError: see `start`.
     """
     if dist.is_initialized():
-        yield
+        yield None
         return
     # Its functions have the group of all processes as a default argument. If a compiler imported it later, they would
     # hold the group until the interpreter ends, and a thread of the group that is at work then aborts the process.
@@ -320,7 +378,7 @@ def _process_group(rank: int, count: int, timeout: float) -> Generator[None]:
         limit = _device_limit(timeout, _device_type())
         dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=limit)
     try:
-        yield
+        yield store
     finally:
         with contextlib.suppress(Exception):  # a peer may be gone
             dist.destroy_process_group()

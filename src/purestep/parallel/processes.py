@@ -7,6 +7,9 @@ makes the same calls in the same order. Without a mesh of several processes each
 from __future__ import annotations
 
 import json
+import sys
+import time
+import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
@@ -24,10 +27,12 @@ T = TypeVar("T")
 _SHOWN = 3  # differences in a message
 _LONGEST = 300  # letters of a value, or of a message
 _CURE = (
-    "see the first error of the processes, which torchrun names in its last lines; `torchrun --max-restarts 3` starts "
-    "all of them again, and fit goes on from the last snapshot; if one was only slow, parallel.start(timeout=...) with "
-    "more seconds"
+    "every process makes this call, not the first one alone; see the first error of the processes, which torchrun "
+    "names in its last lines; `torchrun --max-restarts 3` starts all of them again, and fit goes on from the last "
+    "snapshot; if one was only slow, parallel.start(timeout=...) with more seconds"
 )
+_LATE_CURE = "parallel.start(timeout=...) with more seconds, or let all processes share the work of this one"
+_last_answer = 0.0  # the time of `time.monotonic` at which the last collective ended
 
 
 @contextmanager
@@ -40,6 +45,8 @@ def answered(call: str) -> Generator[None]:
     Raises:
         RankError: the collective failed.
     """
+    global _last_answer
+    begun = time.monotonic()
     try:
         yield
     except RuntimeError as error:  # torch.distributed.DistError is one
@@ -48,9 +55,36 @@ def answered(call: str) -> Generator[None]:
             raise
         meshes.abort(groups)
         first = (str(error).strip().splitlines() or [""])[0][:_LONGEST]
-        what = f"another process ended, failed, did not answer in time, or made another call; {call}: {first}"
+        waited = begun - max(_last_answer, groups.opened)
+        hint = _CURE
+        if waited > groups.timeout:
+            what = (
+                f"this process was late: it made no call for {waited:.0f} s, and the others wait {groups.timeout:g} s"
+            )
+            hint = _LATE_CURE
+        elif failure := meshes.told_failure(groups):
+            what = f"another process failed: {failure}"
+        else:
+            what = "another process ended, failed, did not answer in time, or made another call"
         mesh = groups.mesh
-        raise RankError(what, where=f"process {mesh.rank} of {mesh.size}", hint=_CURE) from error
+        where = f"process {mesh.rank} of {mesh.size}"
+        raise RankError(f"{what}; {call}{_caller()}: {first}", where=where, hint=hint) from error
+    _last_answer = time.monotonic()
+
+
+def _caller() -> str:
+    """Text that names purestep's function that waits, and the innermost line outside of purestep that has called it."""
+    function = ""
+    for frame, number in traceback.walk_stack(None):
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package == "purestep":
+            name = frame.f_code.co_name
+            function = function if name.startswith(("_", "<")) else f" in {name}, which every process calls"
+        elif package != "torch" and package not in sys.stdlib_module_names:
+            file = frame.f_code.co_filename
+            line = traceback.FrameSummary(file, number, frame.f_code.co_name).line or ""
+            return f"{function} ({file}, line {number}: {line[:_LONGEST]})"
+    return ""
 
 
 # --- numbers and values -----------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -63,19 +64,37 @@ def parallelized(plan: Plan, device_mesh: Any) -> Callable[[nn.Module], None]:
     return change
 
 
-def splits(module: nn.Module, count: int, frozen: Collection[str]) -> dict[str, Split]:
+def splits(
+    module: nn.Module, count: int, frozen: Collection[str], ties: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, Split]:
     """The parameters of a parallelized module that are DTensors, by name.
 
     Args:
         module: in which a plan was applied.
         count: processes of the axis "tensor".
         frozen: parameters that are not trained, which every process holds whole.
+        ties: alias -> name of a parameter.
 
     Raises:
-        ConfigError: a parameter is frozen, or a dimension cannot be divided into ``count`` equal parts.
+        ConfigError: a parameter is frozen, or a dimension cannot be divided into ``count`` equal parts; or two layers
+            have one weight, and the plan does not cut it alike in both.
     """
     from torch.distributed.tensor import DTensor
 
+    named = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    for alias, name in ties.items():
+        if not {alias, name} <= named:  # of the objective's module
+            continue
+        parts = [_placement(module, each) for each in (name, alias)]
+        if parts[0] != parts[1]:
+            layers = [each.rpartition(".")[0] for each in (name, alias)]
+            raise ConfigError(
+                f"{name} and {alias} are one weight, and the plan cuts it as {parts[0]} in {layers[0]} and {parts[1]} "
+                f"in {layers[1]}",
+                where=_WHERE,
+                hint=f"name both layers, {layers[0]} and {layers[1]}, with styles that cut the same dimension "
+                "(RowwiseParallel for an embedding, ColwiseParallel for a head), or neither",
+            )
     found: dict[str, Split] = {}
     for name, value in module.named_parameters():
         if not isinstance(value, DTensor):
@@ -97,6 +116,12 @@ def splits(module: nn.Module, count: int, frozen: Collection[str]) -> dict[str, 
             )
         found[name] = split
     return found
+
+
+def _placement(module: nn.Module, name: str) -> str:
+    layer, _, attribute = name.rpartition(".")
+    placements = getattr(getattr(module.get_submodule(layer), attribute), "placements", None)
+    return "whole" if placements is None else str(placements[0])
 
 
 def as_dtensors(named: Params, splits: Mapping[str, Split], device_mesh: Any) -> Params:

@@ -117,6 +117,17 @@ def check_single(state: TrainState, *, where: str) -> None:
         )
 
 
+def check_whole(state: TrainState, *, where: str) -> None:
+    """Raise StateError for the part of a state that one of several processes holds."""
+    if not isinstance(state.placement, Empty):
+        raise StateError(
+            "the state is the part of one of several processes, and the program that of one process",
+            where=where,
+            hint="pass ps.full(state), which every process calls inside `with ps.parallel.start(...)`, or use the "
+            "program that ps.distribute returned; Snapshots stores the whole state",
+        )
+
+
 def window_left(state: TrainState) -> int | None:
     """Return the micro-batches until the accumulation window of a state closes; None if the members differ in it. Waits
     for the device.

@@ -24,7 +24,9 @@ def accumulate(spec: Spec, form: Form, state: TrainState, micro: Micro) -> tuple
     added = exchange.weighted(micro.grads, micro.grad_weight)
     finite = is_finite(optim.global_norm(micro.grads)) if micro.buffers and form.exchange is None else None
     if form.exchange is not None:
-        micro, verdict, _, finite = exchange.joined(spec, form, micro, verdict, checks_gradients=bool(micro.buffers))
+        micro, verdict, _, finite = exchange.joined(
+            spec, form, state.buffers, micro, verdict, checks_gradients=bool(micro.buffers)
+        )
         added = added if form.exchange.once else exchange.reduced(form, added)
     accum = Accum(old.left - 1, old.weight + verdict, {name: old.grads[name] + grad for name, grad in added.items()})
     state = _with_buffers(state, micro, finite)

@@ -166,7 +166,6 @@ def check_state(state: Any) -> TrainState:
     """
     if not isinstance(state, TrainState):
         raise StateError(f"the state is a {type(state).__name__}", where="state", hint="pass a state of program.init()")
-    if not isinstance(state.placement, Empty):
-        raise StateError("the state is divided among several processes", where="state", hint="pass ps.full(state)")
+    stacked.check_whole(state, where="state")
     stacked.check_single(state, where="state")
     return state

@@ -22,12 +22,13 @@ class Joined(NamedTuple):
     finite: Tensor  # shape=(), dtype=bool: the gradients of every process are finite
 
 
-def joined(spec: Spec, form: Form, micro: Micro, verdict: Tensor, *, checks_gradients: bool) -> Joined:
+def joined(spec: Spec, form: Form, before: Params, micro: Micro, verdict: Tensor, *, checks_gradients: bool) -> Joined:
     """Sum the small tensors of a call over all processes, in one collective, and join the buffers.
 
     Args:
         spec: of the program.
         form: with an exchange.
+        before: the buffers before the call.
         micro: this process's contribution; its gradients are returned unchanged, for `reduced`.
         verdict: this process's weight, or nan.
         checks_gradients: compute ``finite`` from the gradients; otherwise it is True.
@@ -46,7 +47,7 @@ def joined(spec: Spec, form: Form, micro: Micro, verdict: Tensor, *, checks_grad
     weight, verdict, total, bad, counts, *sums = exchange.sums([*own, *leaves])
     metrics: Metrics = tree.unflatten(treedef, [new.to(old.dtype) for new, old in zip(sums, leaves, strict=True)])
     divisor = torch.where(weight > 0, weight, torch.ones_like(weight))
-    buffers = exchange.buffers(micro.buffers, micro.weight != 0) if micro.buffers else micro.buffers
+    buffers = exchange.buffers(before, micro.buffers, micro.weight) if micro.buffers else micro.buffers
     whole = micro._replace(mean=(total / divisor).to(micro.mean.dtype), weight=weight, buffers=buffers, metrics=metrics)
     flags = counts > 0
     reached = {name: flags[index] for index, name in enumerate(names) if name in micro.unreached}

@@ -16,7 +16,7 @@ from ..metrics import mean as means
 from ..metrics import merge
 from ..model import functional, write_check
 from ..torch_ext import draws, foreach, is_finite, tracing
-from ..types import Batch, Empty, Form, Loss, Mean, Params, Share, TrainState
+from ..types import Batch, Empty, Exchange, Form, Loss, Mean, Params, Share, TrainState
 from . import microbatch
 from .loss_checks import check_connected, check_loss, counted, finite_mean, not_connected, rows_of
 from .spec import Micro, Reach, Spec, times, wide
@@ -33,6 +33,7 @@ def _forward(
     counts: Tensor | None,
     context: tuple[Any, ...],
     weigh: Callable[[Tensor], Tensor] | None,
+    exchange: Exchange | None,
 ) -> Forward:
     """Build the function to be differentiated. If ``weigh`` is not None, it takes the weight of the loss, and returns
     the factor by which the loss is then multiplied."""
@@ -41,10 +42,13 @@ def _forward(
 
     def forward(bound: functional.Bound) -> tuple[Tensor, tuple[Loss, Params]]:
         bound.values = values
+        check = None if exchange is None else exchange.watched(bound.buffers)
         with spec.policy.autocast(device):
             loss = check_loss(spec.objective(bound, spec.policy.cast(rows), *context), device, train=True)
             loss = counted(loss, counts)
         check_connected(loss.mean)
+        if check is not None:
+            check(bound.buffers)
         scaled = loss.mean if scale is None else loss.mean * scale
         if weigh is not None:
             weight = loss.weight.detach()
@@ -294,7 +298,7 @@ def _micro(spec: Spec, form: Form, state: TrainState, batch: Batch, context: tup
 
     with nullcontext() if exchange is None else exchange.call(counts) as call:
         values = spec.values_at(state)
-        forward = _forward(spec, state, values, rows, counts, context, weigh if is_seeded else None)
+        forward = _forward(spec, state, values, rows, counts, context, weigh if is_seeded else None, exchange)
         grads, (loss, buffers), unreached = _value_and_grad(
             spec, forward, state, form.expand(state.params), form.shown, (context, *values.values()), rows
         )

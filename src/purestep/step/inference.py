@@ -39,6 +39,7 @@ def eval_step_of(spec: Spec) -> Callable[..., Metrics]:
         state: TrainState, carried: Params, batch: Batch, context: tuple[Any, ...], index: int
     ) -> tuple[Metrics, Params]:
         stacked.check_single(state, where="eval_step")
+        stacked.check_whole(state, where="eval_step")
         rows, counts = rows_of(batch)
 
         def evaluate() -> tuple[Loss, Params]:
@@ -133,6 +134,7 @@ def bind_of(spec: Spec) -> Callable[..., functional.Inference]:
                 pass: bind a program of the model without it (same names), or compute the loss in an objective.
         """
         stacked.check_single(state, where="bind")
+        stacked.check_whole(state, where="bind")
         chosen = views.view(state, "params" if train and view is None else view)
 
         def run(method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -69,7 +69,7 @@ class Statistics:
         after = {name: found[name].detach() for name in self.names}
         if exchange is not None:
             held = torch.ones((), device=chosen.step.device) if counts is None else counts.to(chosen.step.device)
-            after = exchange.buffers(after, held > 0)
+            after = exchange.buffers({name: self.buffers[name] for name in self.names}, after, held)
         self.buffers = self.buffers | after
 
     def state(self) -> TrainState:

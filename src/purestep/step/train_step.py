@@ -48,6 +48,8 @@ def steps_of(spec: Spec, form: Form) -> Steps:
         if not isinstance(state, TrainState):  # pyright: ignore[reportUnnecessaryIsInstance]  # may be of any type
             raise _no_state(state)
         stacked.check_single(state, where="train_step")
+        if form.exchange is None:
+            stacked.check_whole(state, where="train_step")
 
         def call(state: TrainState) -> Micro:
             return _drawing(spec, form, state, batch, lambda: spec.gradients(spec, form, state, batch, context))
@@ -77,6 +79,8 @@ def steps_of(spec: Spec, form: Form) -> Steps:
     def flush(state: TrainState) -> tuple[TrainState, Metrics]:
         """Close an open window according to the program's ``tail``."""
         stacked.check_single(state, where="flush")
+        if form.exchange is None:
+            stacked.check_whole(state, where="flush")
         if isinstance(state.accum, Empty) or spec.tail == "carry":
             return state, {}
         accum = cast(Accum, state.accum)
@@ -154,12 +158,22 @@ def _drawing(spec: Spec, form: Form, state: TrainState, batch: Batch, call: Call
 
     Raises:
         DataError: the call failed because a tensor of the batch is on another device. Not checked before the call: an
-            operation may need an index on the CPU.
+            operation may need an index on the CPU. Or a share of several processes has one row, of which batch
+            normalization has no variance.
         StepContractError: in a graph, the objective differentiates by the batch, which requires no gradient there.
     """
     stream = () if form.exchange is None else form.exchange.stream
     try:
         return drawn_in_step(state, call, *stream)
+    except ValueError as error:
+        if form.exchange is None or "Expected more than 1 value per channel" not in str(error):
+            raise
+        raise DataError(
+            f"the rows of this process's share are too few for batch normalization: {error}",
+            where="batch",
+            hint='set drop_last=True in the loader if it is the last batch of an epoch; or batchnorm="sync" '
+            "for the statistics of the rows of all processes, which are two or more",
+        ) from error
     except RuntimeError as error:
         if tracing.in_graph() and lacks_gradient(error):
             raise StepContractError(
@@ -185,7 +199,7 @@ def _whole(spec: Spec, form: Form, state: TrainState, micro: Micro) -> tuple[Mic
         # The sum is not finite if the loss or the weight is not. `apply` handles a weight of 0.
         return micro, micro.mean + micro.weight, dict.fromkeys(stored)
     verdict = weight_or_nan(micro)
-    found = exchange.joined(spec, form, micro, verdict, checks_gradients=False)
+    found = exchange.joined(spec, form, state.buffers, micro, verdict, checks_gradients=False)
     grads = exchange.mean_gradients(form, state, micro.grads, micro.grad_weight, found.micro.weight)
     return found.micro._replace(grads=grads), found.verdict, _reached(stored, found.reached)
 

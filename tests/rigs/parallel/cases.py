@@ -133,6 +133,45 @@ def huge() -> list[Any]:
     return found
 
 
+class Counting(nn.Linear):
+    """Buffers of each kind that a forward pass may write, and some that none writes."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int32))
+        self.register_buffer("sums", torch.zeros(8))
+        self.register_buffer("turns", torch.zeros(8, dtype=torch.complex128))
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.register_buffer("rotary", torch.polar(torch.ones(2), torch.arange(2.0)))
+        self.register_buffer("coarse", torch.ones(2))
+        self.register_buffer("mask", torch.ones(2, dtype=torch.bool))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.seen += len(x)
+            self.sums += x.detach().sum((0, 1))
+            self.turns = self.turns + torch.complex(x, x.square()).detach().to(torch.complex128).sum((0, 1))
+            self.mean = self.mean.lerp(x.detach().mean((0, 1)), 0.1)
+            self.calls += 1
+        return super().forward(x)
+
+
+def counting(tx: str = "adamw", **options: Any) -> ps.Program:
+    del tx
+    torch.manual_seed(0)
+    net = Counting().double().to(DEVICE)
+    net.coarse = net.coarse.to(torch.bfloat16)
+    return ps.program(
+        net,
+        ps.supervised(nn.MSELoss()),
+        optim.sgd(0.1),
+        precision="64-true",
+        ema=0.9,
+        **options,
+    )
+
+
 def vectors() -> list[Any]:
     random = torch.Generator().manual_seed(4)
     return placed([[torch.randn(6, 4, 8, generator=random, dtype=torch.float64) for _ in range(2)] for _ in range(6)])
@@ -226,6 +265,8 @@ def difference(found: Any, expected: Any) -> tuple[float, str]:
     for (path, one), (_, other) in zip(pairs, wanted, strict=True):
         assert one.shape == other.shape, path
         assert one.dtype == other.dtype, path
+        if one.is_complex():
+            one, other = torch.view_as_real(one), torch.view_as_real(other)
         if not one.numel():
             continue
         far = (one.double() - other.double()).abs().max().item()
@@ -454,6 +495,35 @@ def many_elements() -> dict[str, list[float]]:
                 applied, loss = applied + float(metrics["applied"]), float(metrics["loss"])
             found[name] = [applied, loss]
     return found
+
+
+def one_row(batchnorm: str) -> str:
+    """The error of a step in which a process has one row, or a row that stands in for none; "" if there is none."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    program = ps.program(net.to(DEVICE), ps.supervised(nn.MSELoss()), optim.sgd(0.1))
+    rows = 0
+    try:
+        with ps.parallel.start(timeout=60) as mesh:
+            several = ps.distribute(program, mesh, batchnorm=batchnorm)
+            state = several.init(seed=0)
+            for rows in (3, 2, 1) if batchnorm == "sync" else (3,):
+                batch = torch.randn(rows, 4, device=DEVICE), torch.randn(rows, 4, device=DEVICE)
+                state, _ = several.train_step(state, share(batch, mesh, "empty" if batchnorm == "average" else "even"))
+    except ps.errors.PurestepError as error:
+        return f"{rows} rows: {error}"
+    return ""
+
+
+def without_ways() -> str:
+    """The error of a step whose forward pass writes buffers that `distribute` has no way for."""
+    with ps.parallel.start(timeout=60) as mesh:
+        program = ps.distribute(counting(), mesh)
+        try:
+            program.train_step(program.init(seed=0), ps.parallel.share(vectors()[0], mesh))
+        except ps.errors.ConfigError as error:
+            return str(error)
+    return ""
 
 
 def frozen_in_a_plan() -> str:
