@@ -30,8 +30,7 @@ class Average(NamedTuple):
     is unknown. ``in_place`` has the arguments of ``update``, and may write into the memory of the state; its result
     shares no memory with the other arguments. ``where(state, params, buffers, updates, applied, in_place)`` is
     ``update`` where ``applied`` (shape=(), bool), and the state elsewhere, in a few launches for all tensors; it
-    returns None for tensors that it cannot take. ``cure`` is what a message proposes where the first weights have too
-    large a share.
+    returns None for tensors that it cannot take.
     """
 
     init: Callable[[Params, Params], Tree]
@@ -39,7 +38,6 @@ class Average(NamedTuple):
     first: Callable[[int], float] | None = None
     in_place: Callable[[Tree, Params, Params, Tensor], Tree] | None = None
     where: Callable[[Tree, Params, Params, Tensor, Tensor, bool], Tree | None] | None = None
-    cure: str = ""
 
 
 def none() -> Average:
@@ -116,11 +114,7 @@ def average(
     def weight(updates: Tensor) -> Value:
         return _weight(updates, decay, warmup=warmup, copies=not initial, every=every)
 
-    given = {"every": (every, 1), "initial": (initial, False), "buffers": (buffers, "copy")}
-    kept = "".join(f"{name}={value!r}, " for name, (value, default) in given.items() if value != default)
-    smaller = "a smaller decay" if every == 1 else "a smaller decay or every"
-    warmer = f"ps.program(..., ema=ps.ema.average({decay:.6g}, {kept}warmup=True)), or "
-    return _averaging(weight, buffers == "average", first)._replace(cure=smaller if warmup else warmer + smaller)
+    return _averaging(weight, buffers == "average", first)
 
 
 @known_keywords

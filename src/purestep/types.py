@@ -344,7 +344,6 @@ class Static(NamedTuple):
     stream: tuple[int, ...] = ()  # as in `Exchange`
     precision: str = "32-true"
     first_share: Callable[[int], float] | None = None  # `ema.Average.first`
-    share_cure: str = ""  # `ema.Average.cure`
     tx: Any = None  # the transform
     module: Any = None  # the weightless module in train mode; not to be changed
     members: int = 0  # of `ensemble`: states are stacked; 0 for a program of one model

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 import pickle
-import re
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -244,27 +243,7 @@ def test_a_run_too_short_for_its_average_says_so_once(
         fit(program.init(), (TRAIN, VAL), program, **limits)
     said = [line for line in caplog.messages if "of the first weights" in line]
     assert len(said) == is_short
-    assert all("ps.ema.average(0.99, warmup=True)" in line for line in said)
-
-
-@pytest.mark.parametrize(
-    ("given", "cure"),
-    [
-        ({"every": 3}, {"every": 3, "warmup": True}),
-        ({"initial": True}, {"initial": True, "warmup": True}),
-        ({"every": 2, "buffers": "average"}, {"every": 2, "buffers": "average", "warmup": True}),
-        ({"every": 9, "warmup": True}, None),
-    ],
-)
-def test_the_cure_of_a_short_average_keeps_what_was_given(
-    given: dict[str, Any], cure: dict[str, Any] | None, caplog: pytest.LogCaptureFixture
-) -> None:
-    program = mlp(ema=ps.ema.average(0.9, **given))
-    fit(program.init(), TRAIN, program, steps=6)
-    (said,) = [line for line in caplog.messages if "of the first weights" in line]
-    proposed = re.search(r"ema=ps\.ema\.average\(0\.9, (.*?)\)\)", said)
-    assert (proposed and eval(f"dict({proposed[1]})")) == cure
-    assert ("a smaller decay or every" in said) == ("every" in given)
+    assert all("warmup=True in ps.ema.average" in line for line in said)
 
 
 @pytest.mark.parametrize(("tail", "updates"), [("step", 9), ("carry", 7), ("drop", 6)])

@@ -25,7 +25,7 @@ from purestep.scaler import ScalerState
 from purestep.step import IDENTITY, Accum, Adding, Closing
 from purestep.step.loss_checks import check_loss
 from purestep.torch_ext import tracing
-from purestep.types import Empty, Metrics
+from purestep.types import Empty
 
 LR = 0.5
 CROSS_ENTROPY = ps.supervised(nn.CrossEntropyLoss())
@@ -1758,27 +1758,6 @@ def test_metrics_have_the_dtype_of_the_loss(precision: str, accumulate: int) -> 
     if wide:
         assert abs(float(epoch["loss"]) - expected) < 1e-15
         assert abs(ps.evaluate(state, [batch], chosen.eval_step)["own"] - expected) < 1e-15
-
-
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_metrics_have_the_dtype_of_a_loss_that_is_not_that_of_the_weights(dtype: torch.dtype, accumulate: int) -> None:
-    other = torch.float64 if dtype == torch.float32 else torch.float32
-
-    def objective(model: Any, x: Tensor) -> ps.Loss:
-        own = {"own": ps.Mean(x.sum().double(), torch.tensor(7.0))}
-        return ps.Loss(model(x.to(other)).square().mean().to(dtype), len(x), own)
-
-    chosen = ps.program(nn.Linear(3, 1).to(other), objective, ps.optim.sgd(0.1), accumulate=accumulate)
-    for each in (chosen, ps.compile_program(chosen, backend="aot_eager")):
-        assert each.init is not None
-        assert each.eval_step is not None
-        state, rows = each.init(), list[Metrics]()
-        for _ in range(3):
-            state, row = each.train_step(state, torch.rand(7, 3))
-            rows.append(row)
-        for row in (*rows, each.eval_step(state, torch.rand(7, 3)), each.flush(state)[1]):
-            assert {part.dtype for mean in row.values() for part in mean} <= {dtype}
 
 
 def test_a_count_of_an_evaluation_stays_an_integer() -> None:

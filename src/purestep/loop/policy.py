@@ -224,8 +224,8 @@ def warn_of_short_average(program: Program, config: FitConfig, feed: data.Feed) 
         _WARNED.add(static.made.steps)
         _log.warning(
             "the average holds %.0f %% of the first weights after the %d updates of this run, too few for its decay "
-            "(cure: %s)",
-            *(100 * share, updates, static.share_cure or "more updates"),
+            "(cure: warmup=True in ps.ema.average, or a smaller decay)",
+            *(100 * share, updates),
         )
 
 

@@ -150,6 +150,14 @@ def at_least_float32(value: Tensor) -> Tensor:
     return value if value.dtype == torch.float64 else value.float()
 
 
+def in_float64(metrics: Metrics) -> Metrics:
+    """Convert totals and weights to float64."""
+    return {
+        name: mean if isinstance(mean, Gathered) else with_sums(mean, mean.total.double(), mean.weight.double())
+        for name, mean in metrics.items()
+    }
+
+
 def to_json(metrics: Metrics) -> dict[str, dict[str, Any]]:
     """Convert totals and weights to JSON numbers; a number that is not finite becomes None. `outputs` are left out.
     Waits for the device.

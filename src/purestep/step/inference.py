@@ -64,7 +64,7 @@ def eval_step_of(spec: Spec) -> Callable[..., Metrics]:
         loss, carried = found
         weight = torch.where(loss.weight > 0, loss.weight, torch.zeros_like(loss.weight))
         total = torch.where(loss.weight > 0, loss.mean * weight, torch.zeros_like(loss.mean))
-        return like_loss({**tree.detach(loss.metrics), "loss": Mean(total, weight)}, loss.mean.dtype), carried
+        return like_loss({**tree.detach(loss.metrics), "loss": Mean(total, weight)}, loss.mean), carried
 
     if spec.carry:
         vars(eval_step)["carrying"] = Carrying(carrying, spec.carry)

@@ -200,18 +200,9 @@ def finite_mean(total: Tensor, weight: Tensor) -> Mean:
     return Mean(torch.where(counted, total, zero), torch.where(counted, weight.to(total.dtype), zero))
 
 
-def like_loss(metrics: Metrics, dtype: torch.dtype) -> Metrics:
-    """The metrics in the dtype of the loss; integers stay beside a float32 loss, which would round their sums."""
-
-    def like(part: Tensor) -> Tensor:
-        return part.to(dtype) if part.is_floating_point() or dtype == torch.float64 else part
-
-    return {
-        name: mean
-        if isinstance(mean, Gathered) or mean.total.dtype == mean.weight.dtype == dtype
-        else means.with_sums(mean, *map(like, mean))
-        for name, mean in metrics.items()
-    }
+def like_loss(metrics: Metrics, loss: Tensor) -> Metrics:
+    """The metrics in float64 if the loss is float64, else as they are."""
+    return means.in_float64(metrics) if loss.dtype == torch.float64 else metrics
 
 
 _NO_GRADIENT = re.compile(

@@ -220,7 +220,6 @@ def _static(spec: Spec, made: Made, versions: dict[str, Any]) -> Static:
         versions=versions,
         precision=spec.policy.name,
         first_share=spec.average.first,
-        share_cure=spec.average.cure,
         tx=spec.tx,
         module=spec.template.train.model,
         carry=spec.carry,

@@ -65,13 +65,12 @@ class Micro(NamedTuple):
 
 
 class Reach:
-    """The parameters that the loss of the last call did not reach, and its dtype. A flush reads this, because it has no
-    loss, and Dynamo, in a user's `torch.compile`, because it cannot see autograd's graph."""
+    """The parameters that the loss of the last call did not reach. A flush reads this, because it has no loss, and
+    Dynamo, in a user's `torch.compile`, because it cannot see autograd's graph."""
 
     def __init__(self) -> None:
         self.unreached: frozenset[str] = frozenset()
         self.ever: frozenset[str] = frozenset()
-        self.loss_dtype: torch.dtype | None = None  # None: before the first call
         self.watches = 2  # calls that look for tensors that require a gradient and are not the program's
         self.others: list[Tensor] = []  # such tensors, in the last of these calls
         self.is_evaluated = False  # a call of eval_step has looked for buffers that forward writes

@@ -71,9 +71,7 @@ def steps_of(spec: Spec, form: Form) -> Steps:
                 new = new._replace(buffers=kept_buffers(state.buffers, micro, counted))
         else:
             new, micro, metrics = accumulate(spec, form, state, micro)
-        metrics = like_loss(_joined(micro.metrics, metrics), micro.mean.dtype)
-        if not torch.compiler.is_dynamo_compiling():
-            spec.reach.loss_dtype = micro.mean.dtype
+        metrics = like_loss(_joined(micro.metrics, metrics), micro.mean)
         return _count_call(state, new), handed_out.with_outputs(metrics, micro.outputs)
 
     def flush(state: TrainState) -> tuple[TrainState, Metrics]:
@@ -86,7 +84,7 @@ def steps_of(spec: Spec, form: Form) -> Steps:
         accum = cast(Accum, state.accum)
         weight = accum.weight if spec.tail == "step" else torch.zeros_like(accum.weight)
         new, metrics = close(spec, form, state, accum._replace(weight=weight), spec.reach.ever)
-        return _count_call(state, new), like_loss(metrics, spec.reach.loss_dtype or metrics["grad_norm"].total.dtype)
+        return _count_call(state, new), like_loss(metrics, metrics["grad_norm"].total)
 
     return Steps(train_step, flush)
 
