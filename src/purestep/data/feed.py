@@ -208,6 +208,10 @@ class Feed(ABC):
         del epoch, batch  # Only `IndexedFeed` has indices.
         return 0
 
+    def chosen(self) -> list[Any] | None:
+        """The indices of the dataset's `Subset`, or None if it has none."""
+        return None  # Only `IndexedFeed` has indices.
+
     def position(self, epoch: int, consumed: int) -> dict[str, Any]:
         """The facts that a snapshot stores after ``consumed`` batches of ``epoch``, as JSON, for `restore`.
 

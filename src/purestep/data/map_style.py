@@ -14,7 +14,7 @@ import zlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ from ..rng import mix
 from ..types import Batch, Share
 from . import random_state
 from .feed import Feed, fingerprint
+from .shares import check_rows
 from .workers import Engine
 
 _CHUNK = 32  # index batches of a sampler of the user to draw at once, because each `scoped` block takes 20 us
@@ -50,14 +51,15 @@ class Ticket(NamedTuple):
     epoch: int  # 0-based
     seed: int  # of the epoch
     indices: Any  # from the sampler: a list of indices, or one index if the loader does not batch
-    probe: bool  # load twice and compare
+    probe: tuple[Any, ...]  # the index of an item to load twice and compare, or none
 
 
 class Loaded(NamedTuple):
-    """One batch, and the probe's description of what differs at a second load, or ""."""
+    """One batch, and the result of the probe."""
 
     batch: Batch
-    inexact: str
+    inexact: str = ""  # what differs at a second load
+    row: int | None = None  # hash of the item, if both loads return the same
 
 
 class Batches(Dataset[Loaded]):
@@ -92,13 +94,15 @@ class Batches(Dataset[Loaded]):
         self.begin(index.epoch, index.seed)  # a worker that lives on has the epoch before
         tensors = self._tensors()
         if tensors is not None:
-            return Loaded(_gather(self._dataset, tensors, index.indices), inexact="")
+            row = fingerprint(_gather(self._dataset, tensors, index.probe)) if index.probe else None
+            return Loaded(_gather(self._dataset, tensors, index.indices), row=row)
         if self._generators is None:  # once per process: a `worker_init_fn` may set some
             self.__dict__["_generators"] = random_state.own(self._dataset, _owner(self._collate))
         try:
             with random_state.scoped(mix(index.seed, index.number)):
                 batch = self._collated(index, self._items(index))
-                return Loaded(batch, self._probed(index) if index.probe else "")
+                inexact, row = self._probed(index) if index.probe else ("", None)
+                return Loaded(batch, inexact, row)
         except StopIteration as error:  # it would silently end the epoch
             raise RuntimeError("the dataset raised StopIteration") from error
 
@@ -125,21 +129,18 @@ class Batches(Dataset[Loaded]):
             random_state.seed(mix(ticket.seed, "collate", ticket.number), self._generators)
         return self._collate(items)
 
-    def _probed(self, ticket: Ticket) -> str:
-        """Describe what differs at a second load."""
-        index = ticket.indices[0] if self._batched and ticket.indices else ticket.indices
-        if fingerprint(self._item(ticket, index)) != fingerprint(self._item(ticket, index)):
-            return "loading an item twice returned two different items"
+    def _probed(self, ticket: Ticket) -> tuple[str, int | None]:
+        """Describe what differs at a second load, and return the hash of the item."""
+        row, other = (fingerprint(self._item(ticket, ticket.probe[0])) for _ in range(2))
+        if row != other:
+            return "loading an item twice returned two different items", None
         collate = _owner(self._collate)
         if str(getattr(collate, "__module__", "")).startswith(("torch.utils.data.", "torchdata.")):
-            return ""
+            return "", row
         again = [fingerprint(self._collated(ticket, self._items(ticket))) for _ in range(2)]
         name = getattr(collate, "__qualname__", type(collate).__name__)
-        return (
-            ""
-            if again[0] == again[1]
-            else f"the collate function {name} returned two different batches of the same items"
-        )
+        same = again[0] == again[1]
+        return "" if same else f"the collate function {name} returned two different batches of the same items", row
 
     def _tensors(self) -> tuple[Tensor, ...] | None:
         """The tensors of a TensorDataset with the default collation: index them directly, since nothing draws."""
@@ -232,6 +233,7 @@ class IndexedFeed(Feed):
         self._recent: OrderedDict[tuple[int, int], Any] = OrderedDict()
         self._orders: dict[tuple[int, int], int] = {}  # hashes of all processes' indices of the same batches
         self._probed = False
+        self._checks_rows = self._mesh is not None
         if not ready:
             self._check_sampler()
 
@@ -273,6 +275,16 @@ class IndexedFeed(Feed):
     def order(self, epoch: int, batch: int) -> int:
         return self._orders.get((epoch, batch), 0)
 
+    def chosen(self) -> list[Any] | None:
+        found: list[Any] | None = None
+        dataset: Any = self._source.dataset
+        while isinstance(dataset, Subset):
+            part = cast("Subset[Any]", dataset)
+            own = [_number(index) for index in part.indices]
+            found = own if found is None else [own[int(index)] for index in found]
+            dataset = part.dataset
+        return found
+
     def close(self) -> None:
         self._engine.close()
 
@@ -282,9 +294,12 @@ class IndexedFeed(Feed):
         self._tickets.source = self._order(epoch, start, counts)
         loaded = self._engine.run(mix(self._seed, "workers", epoch))
         try:
-            for batch, inexact in loaded:
+            for batch, inexact, row in loaded:
                 if inexact:
                     self._warn(inexact)
+                if self._checks_rows:
+                    self._checks_rows = False
+                    check_rows(self.name, self._orders[epoch, start], row)
                 yield batch if self._mesh is None else Share(batch, torch.tensor(float(counts.popleft())))
         finally:
             loaded.close()
@@ -300,7 +315,8 @@ class IndexedFeed(Feed):
             self._recent[epoch, number] = indices
             if len(self._recent) > _REMEMBERED:
                 self._orders.pop(self._recent.popitem(last=False)[0], None)
-            probe, self._probed = not self._probed, True
+            item = (whole,) if self._source.batch_sampler is None else (*whole[:1],)
+            probe, self._probed = () if self._probed else item, True
             yield Ticket(number, epoch, seed, indices, probe)
 
     def _index_batches(self, epoch: int) -> Iterator[Any]:
