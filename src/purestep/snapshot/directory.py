@@ -205,11 +205,6 @@ def restore_replaced(root: Path, step: int) -> None:
         os.rename(replaced(root, step), root / str(step))
 
 
-def locks(root: Path) -> list[str]:
-    """The names of the locks of other processes than the first."""
-    return sorted(name for name in os.listdir(root) if name.startswith(".lock-"))
-
-
 def sweep(root: Path) -> None:
     """Delete leftovers of killed writers. Only the holder of the lock may call it."""
     for name in os.listdir(root):

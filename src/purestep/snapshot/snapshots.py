@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from .. import tree
-from ..errors import ConfigError, Corrupt, Locked, NotFound, RankError, SnapshotError, WriteFailed
-from ..files import DirectoryLock, failpoint, is_locked, local_path
+from ..errors import ConfigError, Corrupt, NotFound, RankError, SnapshotError, WriteFailed
+from ..files import DirectoryLock, failpoint, local_path
 from ..parallel import mesh as meshes
 from ..parallel import processes
 from ..state import check_choice, check_count
@@ -37,7 +37,7 @@ class _Call(NamedTuple):
 
     step: int
     leaves: int  # digest of paths, shapes, dtypes and the number of parts
-    token: str
+    token: str  # of process 0
 
 
 class _Plan(NamedTuple):
@@ -134,9 +134,7 @@ class Snapshots:
         self._paths = tree.Paths()
         self._buffers: staging.Buffers = {}  # of the last save; the next one reuses them
         self._restored: int | None = None  # the step that was restored since the last save
-        self._opened_by = (0, 1)  # rank and number of processes
-        self._sees_locks = True  # of the other processes
-        self._token = ""  # of the last save
+        self._channel: processes.Channel | None = None  # to the writers of the other processes, while it is open
         self._closed = False
         self._pid = os.getpid()
         self._last = intervals.Mark(0, 0, time.monotonic())  # `due` counts from it
@@ -165,42 +163,34 @@ class Snapshots:
         if not self._is_writer:
             raise SnapshotError("the Snapshots was opened to read", where=str(self.directory), hint="pass writer=True")
         here = meshes.here()
-        if not self._lock.held:
-            self._acquire(here)
-        elif (here.rank, here.size) != self._opened_by:
+        if self._channel is None:
+            self._acquire()
+        elif (here.rank, here.size) != (self._channel.rank, self._channel.size):
             raise RankError(
-                f"the Snapshots was opened by {self._opened_by[1]} processes, and now there are {here.size}",
+                f"the Snapshots was opened by {self._channel.size} processes, and now there are {here.size}",
                 where=str(self.directory),
                 hint="create, use and close a Snapshots inside one `with ps.parallel.start(...)`",
             )
 
-    def _acquire(self, here: meshes.Mesh) -> None:
-        lock = self._lock = DirectoryLock(self.directory, _lock_name(here.rank))
-        try:
-            processes.first(lock.acquire)
-            paths = processes.together(lambda: (lock.acquire(), str(self.directory))[1])
-            if any(path != paths[0] for path in paths):
-                raise RankError(
-                    f"the processes have the directories {', '.join(dict.fromkeys(paths))}",
-                    where="Snapshots",
-                    hint="pass the same directory in every process, on a shared disk",
-                )
-            others = [0] if here.rank else range(1, here.size)
-            self._sees_locks = all(is_locked(self.directory / _lock_name(rank)) for rank in others)
-            processes.first(lambda: self._clean(here.size))
-            self._opened_by = here.rank, here.size
-        except BaseException:
-            lock.release()
-            raise
+    def _acquire(self) -> None:
+        def lock() -> None:
+            self._lock.acquire()
+            directory.probe(self.directory)
+            directory.sweep(self.directory)
 
-    def _clean(self, count: int) -> None:
-        """Remove leftovers of killed runs, of which no process may run any more."""
-        for name in directory.locks(self.directory):
-            if name not in map(_lock_name, range(count)) and is_locked(self.directory / name):
-                hint = "end the processes of that run, or use another directory"
-                raise Locked("a process of another run writes here", where=str(self.directory / name), hint=hint)
-        directory.probe(self.directory)
-        directory.sweep(self.directory)
+        paths = processes.gathered(str(self.directory))
+        if any(path != paths[0] for path in paths):
+            raise RankError(
+                f"the processes have the directories {', '.join(dict.fromkeys(paths))}",
+                where="Snapshots",
+                hint="pass the same directory in every process, on a shared disk",
+            )
+        try:
+            processes.first(lock)
+            self._channel = processes.Channel()
+        except BaseException:
+            self._lock.release()
+            raise
 
     def wait(self) -> None:
         """Wait until the last save is on the disk.
@@ -242,6 +232,8 @@ class Snapshots:
             self._buffers = {}
             if not self._background.busy:  # else Ctrl-C interrupted the wait; the end of the script waits
                 self._lock.release()
+                if self._channel is not None:
+                    self._channel.close()
 
     def __enter__(self) -> Snapshots:
         if self._is_writer:
@@ -417,11 +409,8 @@ class Snapshots:
         """
         self.open()
         self._last, self._asked = self._asked or self._last, None  # also for a save that fails
-        groups, here = meshes.current(), meshes.here()
-        # Another process may not have seen the end of the previous save yet: each save has its own names. They are
-        # random, so that nobody can put links there before.
-        token = secrets.token_hex(8)
-
+        here = meshes.here()
+        assert self._channel is not None
         def check() -> tuple[_Plan, _Call]:
             number = directory.checked_step(self.directory, step)
             paths, leaves = self._paths(state)
@@ -442,33 +431,17 @@ class Snapshots:
             self._background.join()
             if here.rank == 0:
                 directory.check_order(self.directory, number, restored=self._restored, overwrite=overwrite)
-            if here.rank == 0 and here.size > 1:
-                writer.prepare(writer.staging_path(self.directory, number, token), spread.parts)
             plan = _Plan(manifest, dict(zip(paths, leaves, strict=True)), kinds, spread)
-            return plan, _Call(number, _fingerprint(kinds, spread) if here.size > 1 else 0, token)
+            # The name of the staging directory is random, so that nobody can put a link there before.
+            return plan, _Call(number, _fingerprint(kinds, spread) if here.size > 1 else 0, secrets.token_hex(8))
 
         try:
             (manifest, leaves, kinds, spread), calls = _agreed(check)
             _compare(calls, where=str(self.directory))
-        except Exception as error:
-            self._clear(token)
-            if isinstance(error, WriteFailed):
-                return self._report(error)
-            raise
-        self._clear(self._token)
-        self._token = token
-        failure: Exception | None = None
-        try:
-            self._copy(manifest.step, parts.completed(leaves, spread), spread)
-            if self._buffers:
-                orbax_io.ready(self._platforms)
-        except Exception as error:
-            self._buffers = {}
-            if here.size == 1 and isinstance(error, WriteFailed):
-                return self._report(error)
-            if here.size == 1:
-                raise
-            failure = error  # the others, which wait for this process's part, learn it from the writer's thread
+            leaves = parts.completed(leaves, spread)
+            processes.together(lambda: self._copy(manifest.step, leaves, spread))
+        except WriteFailed as error:
+            return self._report(error)
         before = self._background.take_error()  # of the previous save: all processes have the same
         job = writer.Job(
             root=self.directory,
@@ -481,23 +454,15 @@ class Snapshots:
             keep_best=self.keep_best,
             platforms=self._platforms,
             spread=spread,
-            team=writer.Team(
-                here.rank, here.size, calls[0].token, 0.0 if groups is None else groups.timeout, self._is_alive
-            ),
-            failure=failure,
+            channel=self._channel,
+            token=calls[0].token,
         )
         self._restored = None
         self._background.start(lambda: writer.run(job), holding=self._lock)
         self._report(before)
 
-    def _clear(self, token: str) -> None:
-        """Delete the reports of a save that no process waits for."""
-        here = meshes.here()
-        if here.rank == 0 and here.size > 1 and token:
-            writer.clear(self.directory, token)
-
     def _copy(self, step: int, leaves: Mapping[str, Any], spread: parts.Spread) -> None:
-        """Copy the values that this process stores, into the memory of the last copy where it fits.
+        """Copy the values that this process stores, into the memory of the last copy where it fits; import orbax.
 
         Raises:
             WriteFailed: there is no memory for the copy.
@@ -506,15 +471,13 @@ class Snapshots:
         try:
             failpoint("snapshot.copy")
             self._buffers = staging.stage(parts.own(leaves, spread), spare)
+            if self._buffers:
+                orbax_io.ready(self._platforms)
         except (MemoryError, RuntimeError) as error:
             failed = _no_memory(error, step, self.directory)
             if failed is None:
                 raise
             raise failed from error
-
-    def _is_alive(self, rank: int) -> bool:
-        """False if that process has ended, or has closed its object; True if the disk has no locks."""
-        return not self._sees_locks or is_locked(self.directory / _lock_name(rank))
 
     # --- restore --------------------------------------------------------------------------------------------------
 
@@ -641,10 +604,6 @@ def _check_name(directory: Path, *, writer: bool) -> None:
                 where=path,
                 hint="pass another directory, or rename this one",
             )
-
-
-def _lock_name(rank: int) -> str:
-    return f".lock-{rank}" if rank else ".lock"
 
 
 def _fingerprint(kinds: Mapping[str, staging.Kind], spread: parts.Spread) -> int:
