@@ -41,7 +41,6 @@ def read(
     template: Tree,
     prefixes: set[str] | None,
     *,
-    platforms: str | None,
     warn: bool = False,
     quiet: bool = False,
 ) -> Snapshot:
@@ -51,7 +50,6 @@ def read(
         folder: the directory of the step.
         template: the template; it is not changed.
         prefixes: see `manifest.select`.
-        platforms: see `orbax_io.write`.
         warn: log differences in the environment that can change the bits of later steps.
         quiet: no warnings and log lines: another process of the mesh has them.
 
@@ -81,7 +79,7 @@ def read(
     wanted = {path: leaf for path, leaf in described.items() if path in chosen}
     manifests.compare(held, wanted, where=str(folder), is_part=prefixes is not None)
     manifests.check_files(folder, manifest, 0)
-    arrays = _arrays(folder, manifest, sources, _pieces(leaves, spread), platforms)
+    arrays = _arrays(folder, manifest, sources, _pieces(leaves, spread))
     made: list[Any] = []
     ties: dict[int, list[tuple[Array | None, Tensor]]] = {}
     for path, leaf in leaves:
@@ -130,9 +128,7 @@ def _warn_of_changes(folder: Path, then: dict[str, Any], now: dict[str, Any]) ->
         )
 
 
-def load(
-    folder: Path, manifest: Manifest, part: int, paths: Iterable[str], *, platforms: str | None
-) -> dict[str, Array]:
+def load(folder: Path, manifest: Manifest, part: int, paths: Iterable[str]) -> dict[str, Array]:
     """Read some of the arrays of one part.
 
     Raises:
@@ -143,7 +139,7 @@ def load(
     shapes = {path: manifest.leaves[path].stored_shape(stored[path]) for path in paths}
     wanted = {path: (manifest.leaves[path].dtype, shape) for path, shape in shapes.items()}
     try:
-        values = orbax_io.read(place, wanted, platforms=platforms) if wanted else {}
+        values = orbax_io.read(place, wanted) if wanted else {}
     except Exception as error:
         raise manifests.unreadable(place, error) from error
     for path in wanted:
@@ -195,7 +191,7 @@ def _pieces(leaves: list[tuple[str, Any]], spread: Spread) -> dict[str, _Held]:
 
 
 def _arrays(
-    folder: Path, manifest: Manifest, sources: Mapping[str, str], pieces: Mapping[str, _Held], platforms: str | None
+    folder: Path, manifest: Manifest, sources: Mapping[str, str], pieces: Mapping[str, _Held]
 ) -> dict[str, Array]:
     """The values of the template's leaves: whole arrays as they are read, others put together from pieces.
 
@@ -204,7 +200,6 @@ def _arrays(
         manifest: of the step.
         sources: path in the template -> path in the snapshot.
         pieces: the leaves of the template that are not whole.
-        platforms: see `orbax_io.write`.
     """
     found: dict[str, Array] = {}
     held: dict[str, _Held] = {}  # of the leaves that are put together
@@ -222,7 +217,7 @@ def _arrays(
         }
         if part and needed:
             manifests.check_files(folder, manifest, part)
-        values = load(folder, manifest, part, {sources[path] for path in needed}, platforms=platforms)
+        values = load(folder, manifest, part, {sources[path] for path in needed})
         taken: set[str] = set()
         for path, piece in needed.items():
             source = sources[path]

@@ -66,7 +66,8 @@ class Snapshots:
 
     The first save, or the first restore of a leaf above 1 MB, imports orbax and JAX. They add a handler to the root
     logger (call `logging.basicConfig` before) and start threads. JAX's warning at later forks of workers, which never
-    use it, is filtered out, unless your program imports JAX itself, before.
+    use it, is filtered out, unless your program imports JAX itself, before. JAX is kept off the GPU's memory, unless it
+    runs already or its platforms are set (``JAX_PLATFORMS``, or ``jax_platforms`` of ``jax.config``).
 
     Args:
         directory: the directory. `open` creates it: on entering ``with``, in `fit`, or at the first save.
@@ -80,8 +81,6 @@ class Snapshots:
         writer: False: the object only reads, and `save` raises.
         strict: True: `restore` raises instead of falling back to an older step.
         on_save_error: ``"raise"``, or ``"continue"``: log a failed save and count it in ``failed``.
-        jax_platforms: the platforms for JAX, which orbax uses. The default keeps it off the GPU's memory. None leaves
-            JAX unchanged, for programs that use JAX on the GPU.
 
     Raises:
         ConfigError: a value is out of its range, the directory is empty text or a URL, or its path has a backslash or,
@@ -111,7 +110,6 @@ class Snapshots:
         writer: bool = True,
         strict: bool = False,
         on_save_error: str = "raise",
-        jax_platforms: str | None = "cpu",
     ) -> None:
         if keep is not None:
             check_count("Snapshots", least=1, cure="keep=1, or keep=None for all", keep=keep)
@@ -128,7 +126,6 @@ class Snapshots:
         self._every = intervals.checked(every_steps, every_epochs, every_seconds)
         self._monitor: tuple[str, str] | None = None
         self._is_writer = writer
-        self._platforms = jax_platforms
         self._lock = DirectoryLock(self.directory)
         self._background = Background()
         self._paths = tree.Paths()
@@ -452,7 +449,6 @@ class Snapshots:
             overwrite=overwrite,
             keep=self.keep,
             keep_best=self.keep_best,
-            platforms=self._platforms,
             spread=spread,
             channel=self._channel,
             token=calls[0].token,
@@ -472,7 +468,7 @@ class Snapshots:
             failpoint("snapshot.copy")
             self._buffers = staging.stage(parts.own(leaves, spread), spare)
             if self._buffers:
-                orbax_io.ready(self._platforms)
+                orbax_io.ready()
         except (MemoryError, RuntimeError) as error:
             failed = _no_memory(error, step, self.directory)
             if failed is None:
@@ -532,7 +528,6 @@ class Snapshots:
                 folder,
                 template,
                 prefixes,
-                platforms=self._platforms,
                 warn=self._is_writer,
                 quiet=quiet,
             )

@@ -43,7 +43,6 @@ class Job(NamedTuple):
     overwrite: bool
     keep: int | None
     keep_best: int
-    platforms: str | None
     spread: Spread
     channel: processes.Channel  # to the same thread of the other processes
     token: str  # of this save, equal in all processes
@@ -174,12 +173,12 @@ def _write_part(job: Job, part: int) -> dict[str, File]:
     arrays = {path: (staging_.NAMES[x.dtype], staging_.array(x)) for path, x in job.buffers.items()}
     if arrays:
         try:
-            orbax_io.write(folder, arrays, platforms=job.platforms)
+            orbax_io.write(folder, arrays)
         except FileNotFoundError:
             # On a busy machine orbax (0.12.8) may find its new directory there already, remove it, and then miss it. If
             # it is the run's directory that is gone, this fails again.
             _remove_written(folder)
-            orbax_io.write(folder, arrays, platforms=job.platforms)
+            orbax_io.write(folder, arrays)
     folder.mkdir(parents=True, exist_ok=True)
     if part == 0 and job.history is not None:
         history.write(folder, job.history)
