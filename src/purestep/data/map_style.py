@@ -68,33 +68,28 @@ class Batches(Dataset[Loaded]):
     """
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], *, batched: bool) -> None:
-        own = {"_dataset": dataset, "_collate": collate, "_batched": batched, "_draws": False}
-        self.__dict__.update(own, _epoch=None, _generators=None)
-
-    def __getattr__(self, name: str) -> Any:
-        # Unpickling reads attributes before the dataset is set.
-        if name.startswith("__") or "_dataset" not in self.__dict__:
-            raise AttributeError(name)
-        return getattr(self.__dict__["_dataset"], name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.__dict__["_dataset"], name, value)
+        self.users_dataset = dataset
+        self._collate = collate
+        self._batched = batched
+        self._draws = False
+        self._epoch: int | None = None
+        self._generators: dict[str, Any] | None = None
 
     def begin(self, epoch: int, seed: int) -> None:
         """Call ``set_epoch`` of the dataset, once for each epoch in each process, under the seed of the epoch."""
-        if epoch != self.__dict__["_epoch"]:
-            self.__dict__["_epoch"] = epoch
-            if _has_epochs(self._dataset):
+        if epoch != self._epoch:
+            self._epoch = epoch
+            if _has_epochs(self.users_dataset):
                 with random_state.scoped(mix(seed, "epoch")):
-                    self._dataset.set_epoch(epoch)
+                    self.users_dataset.set_epoch(epoch)
 
     def __getitem__(self, index: Ticket) -> Loaded:
         self.begin(index.epoch, index.seed)  # a worker that lives on has the epoch before
         tensors = self._tensors()
         if tensors is not None:
-            return Loaded(_gather(self._dataset, tensors, index.indices), inexact="")
+            return Loaded(_gather(self.users_dataset, tensors, index.indices), inexact="")
         if self._generators is None:  # once per process: a `worker_init_fn` may set some
-            self.__dict__["_generators"] = random_state.own(self._dataset, _owner(self._collate))
+            self._generators = random_state.own(self.users_dataset, _owner(self._collate))
         try:
             with random_state.scoped(mix(index.seed, index.number)):
                 batch = self._collated(index, self._items(index))
@@ -105,24 +100,24 @@ class Batches(Dataset[Loaded]):
     def _items(self, ticket: Ticket) -> Any:
         if not self._batched:
             return self._item(ticket, ticket.indices)
-        several = getattr(self._dataset, "__getitems__", None)
+        several = getattr(self.users_dataset, "__getitems__", None)
         if several is not None and not (self._draws or self._generators):
             # One call for all items is many times faster, but cannot seed each of them.
             before = random_state.states()
             items = several(ticket.indices)
             if random_state.states() == before:
                 return items
-            self.__dict__["_draws"] = True
+            self._draws = True
         return [self._item(ticket, index) for index in ticket.indices]
 
     def _item(self, ticket: Ticket, index: Any) -> Any:
-        random_state.seed(mix(ticket.seed, "item", _number(index)), self._generators)
-        several = getattr(self._dataset, "__getitems__", None) if self._batched else None
-        return self._dataset[index] if several is None else several([index])[0]
+        random_state.seed(mix(ticket.seed, "item", _number(index)), self._generators or random_state.NONE)
+        several = getattr(self.users_dataset, "__getitems__", None) if self._batched else None
+        return self.users_dataset[index] if several is None else several([index])[0]
 
     def _collated(self, ticket: Ticket, items: Any) -> Batch:
         if self._batched:
-            random_state.seed(mix(ticket.seed, "collate", ticket.number), self._generators)
+            random_state.seed(mix(ticket.seed, "collate", ticket.number), self._generators or random_state.NONE)
         return self._collate(items)
 
     def _probed(self, ticket: Ticket) -> str:
@@ -143,7 +138,7 @@ class Batches(Dataset[Loaded]):
 
     def _tensors(self) -> tuple[Tensor, ...] | None:
         """The tensors of a TensorDataset with the default collation: index them directly, since nothing draws."""
-        dataset = self._dataset
+        dataset = self.users_dataset
         while type(dataset) is Subset:
             dataset = dataset.dataset
         if type(dataset) is not TensorDataset or self._collate is not default_collate or not self._batched:
