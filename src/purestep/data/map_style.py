@@ -13,7 +13,7 @@ import operator
 import zlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, islice
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -61,11 +61,7 @@ class Loaded(NamedTuple):
 
 
 class Batches(Dataset[Loaded]):
-    """The user's dataset and collate function: ``batches[ticket]`` is a whole batch.
-
-    Attribute access goes to the dataset, so that ``worker_init_fn`` can set attributes of
-    ``get_worker_info().dataset``.
-    """
+    """The user's dataset and collate function: ``batches[ticket]`` is a whole batch."""
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], *, batched: bool) -> None:
         self.users_dataset = dataset
@@ -224,8 +220,7 @@ class IndexedFeed(Feed):
         self._tickets = _Tickets()
         how: dict[str, Any] = {"batch_size": None, "sampler": self._tickets, "collate_fn": _same_batch}
         self._engine = Engine(batches, like=loader, timeout=timeout, **how)
-        self._recent: OrderedDict[tuple[int, int], Any] = OrderedDict()
-        self._orders: dict[tuple[int, int], int] = {}  # hashes of all processes' indices of the same batches
+        self._recent: OrderedDict[tuple[int, int], tuple[Any, Any]] = OrderedDict()  # indices of this process, of all
         self._probed = False
         if not ready:
             self._check_sampler()
@@ -262,11 +257,12 @@ class IndexedFeed(Feed):
         return found if found is None or self._first is None else min(found, self._first)
 
     def indices(self, epoch: int, batch: int) -> list[Any] | None:
-        found = self._recent.get((epoch, batch))
+        found, _ = self._recent.get((epoch, batch), (None, None))
         return found if found is None or isinstance(found, list) else [found]
 
     def order(self, epoch: int, batch: int) -> int:
-        return self._orders.get((epoch, batch), 0)
+        _, found = self._recent.get((epoch, batch), (None, None))
+        return 0 if found is None else zlib.crc32(repr(found).encode())
 
     def close(self) -> None:
         self._engine.close()
@@ -289,22 +285,18 @@ class IndexedFeed(Feed):
         for number, whole in enumerate(self._after(self._index_batches(epoch), epoch, start), start):
             indices = whole
             if self._mesh is not None:
-                self._orders[epoch, number] = zlib.crc32(repr(whole).encode())
                 indices, has_rows = _share(whole, self._mesh)
                 counts.append(has_rows)
-            self._recent[epoch, number] = indices
+            self._recent[epoch, number] = indices, whole
             if len(self._recent) > _REMEMBERED:
-                self._orders.pop(self._recent.popitem(last=False)[0], None)
+                self._recent.popitem(last=False)
             probe, self._probed = not self._probed, True
             yield Ticket(number, epoch, seed, indices, probe)
 
     def _index_batches(self, epoch: int) -> Iterator[Any]:
         number = mix(self._seed, "order", epoch)
         if not self._is_ready():
-            batches = self._drawn(self._own_sampler(), epoch)
-            first = next(batches, None)
-            self._check_begun(epoch, fingerprint(first))
-            return batches if first is None else chain([first], batches)
+            return self._compared(self._drawn(self._own_sampler(), epoch), epoch)
         if self._source.batch_sampler is None:
             return iter(self._ready_sampler(number))
         return iter(BatchSampler(self._ready_sampler(number), int(self._batch_size), bool(self._drop_last)))

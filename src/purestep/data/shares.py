@@ -76,6 +76,9 @@ class RowsFeed(Feed):
     def indices(self, epoch: int, batch: int) -> list[Any] | None:
         return self._feed.indices(epoch, batch)
 
+    def order(self, epoch: int, batch: int) -> int:
+        return self._feed.order(epoch, batch)
+
     def stopped_early(self, epoch: int, consumed: int) -> None:
         self._feed.stopped_early(epoch, consumed)
 
