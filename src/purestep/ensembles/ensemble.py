@@ -56,7 +56,7 @@ def ensemble(program: Program, members: int, *, batches: Literal["shared", "own"
       ``{"learning_rate": [1e-3, 3e-3]}``, a number for each member.
     - ``train_step``, ``flush``, ``eval_step`` are those of `Program`; a context is passed to every member as it is.
     - ``bind(state, view=None, train=False)`` returns a callable whose outputs have the leading dimension, for inputs
-      that all members share. `mean_and_std` summarizes them.
+      that all members share: ``outputs.mean(0)`` and ``outputs.std(0)`` are those over the members.
 
     Dropout uses the same masks as the member alone on the CPU, and in eager mode on other devices if its input is
     contiguous; alpha dropout does so for contiguous inputs. In a graph `torch.randperm` draws other numbers.
@@ -482,44 +482,3 @@ def _by_member(metrics: Metrics, members: int) -> Metrics:
                 lambda leaf, at=index: leaf[at] if isinstance(leaf, Tensor) else leaf, metrics[name]
             )
     return found
-
-
-# --- outputs ----------------------------------------------------------------------------------------------------------
-
-
-class MeanAndStd(NamedTuple):
-    """The result of `mean_and_std`: two trees of the structure of one member's outputs."""
-
-    mean: Tree
-    std: Tree
-
-
-def mean_and_std(outputs: Tree, *, correction: int = 1) -> MeanAndStd:
-    """Return mean and standard deviation of the members' outputs.
-
-    Args:
-        outputs: a tree of floating tensors with a leading dimension for the members, as ``bind`` of an `ensemble`
-            returns. For probabilities, apply softmax before.
-        correction: the deviation divides by ``members - correction``, as in `torch.std`; 0 for a single member.
-
-    Returns:
-        Two trees of the same structure without that dimension.
-
-    Raises:
-        StateError: a leaf is no floating tensor with a leading dimension.
-
-    Example:
-        >>> found = mean_and_std(torch.tensor([[1.0, 2.0], [3.0, 2.0]]), correction=0)
-        >>> found.mean.tolist(), found.std.tolist()
-        ([2.0, 2.0], [1.0, 0.0])
-    """
-    for path, leaf in tree.with_paths(outputs):
-        if not isinstance(leaf, Tensor) or not leaf.dim() or not leaf.is_floating_point():
-            found = f"{leaf.dtype} of shape {list(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__
-            raise StateError(
-                f"the output is {found}, not a floating tensor with a dimension for the members",
-                where="/".join(filter(None, ("outputs", path))),
-                hint="pass the outputs of ensemble(...).bind(state)",
-            )
-    mean = tree.map(lambda leaf: leaf.mean(dim=0), outputs)
-    return MeanAndStd(mean, tree.map(lambda leaf: leaf.std(dim=0, correction=correction), outputs))
