@@ -14,22 +14,15 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..errors import Corrupt, NotFound, SnapshotError
 from ..files import failpoint, remove_tree, sync_directory, write_failed
 from . import manifest as manifests
 
 _REPLACED = ".replaced-"
-
-
-class Entry(NamedTuple):
-    """A committed step, according to its manifest and the sizes of its files."""
-
-    step: int
-    metrics: dict[str, float]
-    monitor: tuple[str, str] | None
 
 
 def numbered(root: Path) -> list[int]:
@@ -78,24 +71,20 @@ def checked_step(root: Path, step: Any) -> int:
     return number
 
 
-def entry(root: Path, step: int) -> Entry | None:
-    """The step, or None if it is damaged, written by a newer release, or not readable for this user."""
-    try:
-        found = manifests.read(place(root, step))
-    except SnapshotError:
-        return None
-    return Entry(step, found.metrics, found.monitor)
+def intact(root: Path) -> list[manifests.Manifest]:
+    """The manifests of the steps in ascending order, without those that are damaged, written by a newer release, or not
+    readable for this user, according to the manifests and the sizes of their files."""
+    found: list[manifests.Manifest] = []
+    for step in numbered(root):
+        with suppress(SnapshotError):
+            found.append(manifests.read(place(root, step)))
+    return found
 
 
-def entries(root: Path) -> list[Entry]:
-    """Every intact step in ascending order."""
-    return [found for step in numbered(root) if (found := entry(root, step)) is not None]
-
-
-def best(found: list[Entry], monitor: str, mode: str, *, count: int = 1) -> list[int]:
+def best(found: list[manifests.Manifest], monitor: str, mode: str, *, count: int = 1) -> list[int]:
     """The steps with the best values of a metric, best first, older first among equals. NaN is never best."""
     sign = 1.0 if mode == "min" else -1.0
-    known = [(sign * value, e.step) for e in found if math.isfinite(value := e.metrics.get(monitor, math.nan))]
+    known = [(sign * value, one.step) for one in found if math.isfinite(value := one.metrics.get(monitor, math.nan))]
     return [step for _, step in sorted(known)[:count]]
 
 

@@ -30,14 +30,10 @@ _log = logging.getLogger("purestep")
 
 T = TypeVar("T")
 S = TypeVar("S")
-
-
-class _Call(NamedTuple):
-    """One process's call of `save`, for the others."""
-
-    step: int
-    leaves: int  # digest of paths, shapes, dtypes and the number of parts
-    token: str  # of process 0
+_SAME = (
+    "build the same program in every process, and call save(int(state.step), state) in each after the same call of the "
+    "step"
+)
 
 
 class _Plan(NamedTuple):
@@ -301,7 +297,7 @@ class Snapshots:
 
         Checks manifests and file sizes; only `restore` checks all values. A running save is not included.
         """
-        return [entry.step for entry in directory.entries(self.directory)]
+        return [manifest.step for manifest in directory.intact(self.directory)]
 
     def latest(self) -> int | None:
         """The newest of `steps`, or None.
@@ -316,7 +312,7 @@ class Snapshots:
         If this object has no monitor, the monitor of the newest step is used. NaN is never best. Of equal values the
         oldest step is best.
         """
-        found = directory.entries(self.directory)
+        found = directory.intact(self.directory)
         monitor = self._monitor or (found[-1].monitor if found else None)
         ranked = directory.best(found, *monitor) if monitor else []
         return ranked[0] if ranked else None
@@ -408,7 +404,8 @@ class Snapshots:
         self._last, self._asked = self._asked or self._last, None  # also for a save that fails
         here = meshes.here()
         assert self._channel is not None
-        def check() -> tuple[_Plan, _Call]:
+
+        def check() -> tuple[_Plan, str]:
             number = directory.checked_step(self.directory, step)
             paths, leaves = self._paths(state)
             kinds, spread = staging.kinds(zip(paths, leaves, strict=True)), parts.spread(state)
@@ -430,11 +427,15 @@ class Snapshots:
                 directory.check_order(self.directory, number, restored=self._restored, overwrite=overwrite)
             plan = _Plan(manifest, dict(zip(paths, leaves, strict=True)), kinds, spread)
             # The name of the staging directory is random, so that nobody can put a link there before.
-            return plan, _Call(number, _fingerprint(kinds, spread) if here.size > 1 else 0, secrets.token_hex(8))
+            return plan, secrets.token_hex(8)
 
         try:
-            (manifest, leaves, kinds, spread), calls = _agreed(check)
-            _compare(calls, where=str(self.directory))
+            (manifest, leaves, kinds, spread), tokens = _agreed(check)
+            if here.size > 1:
+                described = [(path, leaf.text()) for path, leaf in parts.described(kinds, spread).items()]
+                found = zlib.crc32(repr((described, spread.parts, spread.sums)).encode())
+                facts = {"the step": manifest.step, "the checksum of the leaves' names and shapes": found}
+                processes.check_same(facts, where=str(self.directory), hint=_SAME)
             leaves = parts.completed(leaves, spread)
             processes.together(lambda: self._copy(manifest.step, leaves, spread))
         except WriteFailed as error:
@@ -451,7 +452,7 @@ class Snapshots:
             keep_best=self.keep_best,
             spread=spread,
             channel=self._channel,
-            token=calls[0].token,
+            token=tokens[0],
         )
         self._restored = None
         self._background.start(lambda: writer.run(job), holding=self._lock)
@@ -598,27 +599,4 @@ def _check_name(directory: Path, *, writer: bool) -> None:
                 f"orbax cannot use a directory with {character!r} in its path",
                 where=path,
                 hint="pass another directory, or rename this one",
-            )
-
-
-def _fingerprint(kinds: Mapping[str, staging.Kind], spread: parts.Spread) -> int:
-    """A digest of the facts that must be equal in all processes."""
-    leaves = [(path, leaf.dtype, leaf.shape) for path, leaf in parts.described(kinds, spread).items()]
-    return zlib.crc32(repr((leaves, spread.parts, spread.sums)).encode())
-
-
-def _compare(calls: list[_Call], *, where: str) -> None:
-    """Raise RankError if the processes save different steps or states."""
-    for rank, call in enumerate(calls):
-        if call.step != calls[0].step:
-            raise RankError(
-                f"process 0 saves step {calls[0].step}, process {rank} step {call.step}",
-                where=where,
-                hint="call save(int(state.step), state) in every process after the same call of the step",
-            )
-        if call.leaves != calls[0].leaves:
-            raise RankError(
-                f"processes 0 and {rank} save states of different leaves at step {call.step}",
-                where=where,
-                hint="build the same program in every process, and save the state of its steps",
             )

@@ -243,13 +243,13 @@ def _delete(job: Job) -> None:
     remove_tree(directory.replaced(job.root, job.manifest.step))
     if job.keep is None:
         return
-    found = directory.entries(job.root)
-    kept = {entry.step for entry in found[-job.keep :]} | {job.manifest.step}
+    found = directory.intact(job.root)
+    kept = {manifest.step for manifest in found[-job.keep :]} | {job.manifest.step}
     if job.manifest.monitor is not None and job.keep_best:
         kept |= set(directory.best(found, *job.manifest.monitor, count=job.keep_best))
-    for entry in found:
-        if entry.step not in kept:
-            directory.retire(job.root, entry.step)
+    for manifest in found:
+        if manifest.step not in kept:
+            directory.retire(job.root, manifest.step)
 
 
 class Background:

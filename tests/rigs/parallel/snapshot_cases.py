@@ -195,10 +195,10 @@ def disagree(root: str) -> list[str]:
         one = mesh.rank == 1
         expect(errors.RankError, "directories", lambda: ps.Snapshots(f"{root}/{mesh.rank}").open())
         with ps.Snapshots(f"{root}/run", keep=2, keep_best=0) as snapshots:
-            expect(errors.RankError, "step", lambda: snapshots.save(1 + mesh.rank, small(1, mesh)))
+            expect(errors.RankError, "the step is 1 in process 0, 2", lambda: snapshots.save(1 + mesh.rank, small(1, mesh)))
             expect(
                 errors.RankError,
-                "different leaves",
+                "the checksum of the leaves' names and shapes is",
                 lambda: snapshots.save(1, small_whole(1) if one else small(1, mesh)),
             )
             expect(errors.StateError, "no_such", lambda: snapshots.save(1, {"no_such": set() if one else 1}))
