@@ -11,7 +11,6 @@ import math
 import operator
 import os
 import shutil
-import tempfile
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import Corrupt, NotFound, SnapshotError
-from ..files import failpoint, remove_tree, sync_directory, write_failed
+from ..files import failpoint, remove_tree, sync_directory
 from . import manifest as manifests
 
 _REPLACED = ".replaced-"
@@ -202,15 +201,3 @@ def sweep(root: Path) -> None:
             restore_replaced(root, int(step))
         if name.startswith((".tmp-", ".old-", _REPLACED)):
             remove_tree(root / name)
-
-
-def probe(root: Path) -> None:
-    """Create and delete a directory, so that a run that cannot save fails before its first step.
-
-    Raises:
-        WriteFailed: the directory cannot be written to.
-    """
-    try:
-        os.rmdir(tempfile.mkdtemp(prefix=".tmp-probe-", dir=root))
-    except OSError as error:
-        raise write_failed(root, error) from error

@@ -168,7 +168,6 @@ class Snapshots:
     def _acquire(self) -> None:
         def lock() -> None:
             self._lock.acquire()
-            directory.probe(self.directory)
             directory.sweep(self.directory)
 
         paths = processes.gathered(str(self.directory))
