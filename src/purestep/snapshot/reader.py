@@ -12,6 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from .. import tree
+from ..parallel import mesh as meshes
 from ..types import TrainState, Tree
 from . import manifest as manifests
 from . import orbax_io, partial_restore, parts, staging
@@ -42,7 +43,6 @@ def read(
     prefixes: set[str] | None,
     *,
     warn: bool = False,
-    quiet: bool = False,
 ) -> Snapshot:
     """Read the state of one step into new tensors. Leaves outside the prefixes are copies of the template's.
 
@@ -51,7 +51,6 @@ def read(
         template: the template; it is not changed.
         prefixes: see `manifest.select`.
         warn: log differences in the environment that can change the bits of later steps.
-        quiet: no warnings and log lines: another process of the mesh has them.
 
     Raises:
         Mismatch: leaves differ from the template; the message has one line for each. No values were read.
@@ -72,7 +71,8 @@ def read(
         p: source for found in moved.values() for p, source in found.items()
     }
     chosen |= sources.keys()
-    if not quiet:
+    is_first = meshes.here().rank == 0  # of several processes, one logs
+    if is_first:
         _warn_of_other_fields(template, chosen, manifest)
     held = {path: manifest.leaves[path] for path in stored}
     held |= {path: manifest.leaves[source] for path, source in sources.items() if source in manifest.leaves}
@@ -89,7 +89,7 @@ def read(
             made.append(_tied(ties.setdefault(id(leaf), []), arrays.get(path), leaf))
         else:
             made.append(manifest.leaves[sources[path]].value)
-    if warn and not quiet:
+    if warn and is_first:
         _warn_of_changes(folder, manifest.environment, environment(tree.device([leaf for _, leaf in leaves])))
     _, treedef = tree.flatten(template)
     rows = manifests.read_history(folder, manifest)

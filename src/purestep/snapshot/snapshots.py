@@ -29,7 +29,6 @@ _log = logging.getLogger("purestep")
 
 
 T = TypeVar("T")
-S = TypeVar("S")
 _SAME = (
     "build the same program in every process, and call save(int(state.step), state) in each after the same call of the "
     "step"
@@ -404,7 +403,7 @@ class Snapshots:
         here = meshes.here()
         assert self._channel is not None
 
-        def check() -> tuple[_Plan, str]:
+        def plan() -> _Plan:
             number = directory.checked_step(self.directory, step)
             paths, leaves = self._paths(state)
             kinds, spread = staging.kinds(zip(paths, leaves, strict=True)), parts.spread(state)
@@ -424,19 +423,17 @@ class Snapshots:
             self._background.join()
             if here.rank == 0:
                 directory.check_order(self.directory, number, restored=self._restored, overwrite=overwrite)
-            plan = _Plan(manifest, dict(zip(paths, leaves, strict=True)), kinds, spread)
-            # The name of the staging directory is random, so that nobody can put a link there before.
-            return plan, secrets.token_hex(8)
+            return _Plan(manifest, dict(zip(paths, leaves, strict=True)), kinds, spread)
 
         try:
-            (manifest, leaves, kinds, spread), tokens = _agreed(check)
+            manifest, leaves, kinds, spread = _together(plan)
             if here.size > 1:
                 described = [(path, leaf.text()) for path, leaf in parts.described(kinds, spread).items()]
                 found = zlib.crc32(repr((described, spread.parts, spread.sums)).encode())
                 facts = {"the step": manifest.step, "the checksum of the leaves' names and shapes": found}
                 processes.check_same(facts, where=str(self.directory), hint=_SAME)
             leaves = parts.completed(leaves, spread)
-            processes.together(lambda: self._copy(manifest.step, leaves, spread))
+            _together(lambda: self._copy(manifest.step, leaves, spread))
         except WriteFailed as error:
             return self._report(error)
         before = self._background.take_error()  # of the previous save: all processes have the same
@@ -451,7 +448,8 @@ class Snapshots:
             keep_best=self.keep_best,
             spread=spread,
             channel=self._channel,
-            token=tokens[0],
+            # Random, so that nobody can put a link there before.
+            token=processes.first(lambda: secrets.token_hex(8)),
         )
         self._restored = None
         self._background.start(lambda: writer.run(job), holding=self._lock)
@@ -498,6 +496,8 @@ class Snapshots:
         self._background.join()
         prefixes = None if only is None else {only} if isinstance(only, str) else set(only)
         if step is not None:
+            hint = "pass the same step in every process"
+            processes.check_same({"the step to restore": step}, where=str(self.directory), hint=hint)
             processes.first(lambda: self._check_exists(step))
             found = self._read_together(template, step, prefixes)
         else:
@@ -512,29 +512,16 @@ class Snapshots:
 
     def _read_together(self, template: Tree, step: int, prefixes: set[str] | None) -> Snapshot:
         """Read a step in every process, or raise one error in all: a step is intact if every process can read it."""
-        found, steps = _agreed(
-            lambda: (self._read(template, step, prefixes, quiet=meshes.here().rank > 0), step), mild=Corrupt
-        )
-        if any(other != steps[0] for other in steps):
-            listed = ", ".join(map(str, dict.fromkeys(steps)))
-            hint = "pass the same step in every process"
-            raise RankError(f"the processes restore the steps {listed}", where=str(self.directory), hint=hint)
-        return found
+        return _together(lambda: self._read(template, step, prefixes), mild=Corrupt)
 
-    def _read(self, template: Tree, step: int, prefixes: set[str] | None, *, quiet: bool) -> Snapshot:
+    def _read(self, template: Tree, step: int, prefixes: set[str] | None) -> Snapshot:
         folder = directory.place(self.directory, step)
         try:
-            return reader.read(
-                folder,
-                template,
-                prefixes,
-                warn=self._is_writer,
-                quiet=quiet,
-            )
+            return reader.read(folder, template, prefixes, warn=self._is_writer)
         except Corrupt:
             if folder.exists() or not directory.place(self.directory, step).exists():
                 raise
-        return self._read(template, step, prefixes, quiet=quiet)  # its writer has moved it in the meantime
+        return self._read(template, step, prefixes)  # its writer has moved it in the meantime
 
     def _newest_good(self, template: Tree, prefixes: set[str] | None) -> Snapshot:
         damaged: dict[int, Corrupt] = {}
@@ -546,10 +533,8 @@ class Snapshots:
             try:
                 found = self._read_together(template, step, prefixes)
             except Corrupt as error:
-                if not processes.first(
-                    lambda step=step: directory.place(self.directory, step).exists()
-                ):  # its writer has deleted it in the meantime
-                    continue
+                if not processes.first(lambda step=step: directory.place(self.directory, step).exists()):
+                    continue  # its writer has deleted it in the meantime
                 if self.strict:
                     raise
                 damaged[step] = error
@@ -565,19 +550,11 @@ class Snapshots:
         processes.first(lambda: directory.pass_over(self.directory, damaged, used, rename=is_writer))
 
 
-def _agreed(
-    function: Callable[[], tuple[T, S]], *, mild: type[Exception] | tuple[type[Exception], ...] = ()
-) -> tuple[T, list[S]]:
-    """`processes.together` of a function of two values: the first one of this process, and the second ones of all."""
+def _together(function: Callable[[], T], *, mild: type[Exception] | tuple[type[Exception], ...] = ()) -> T:
+    """Call the function in every process, and return the value of this one, or raise one error in all processes."""
     own: list[T] = []
-
-    def call() -> S:
-        first, second = function()
-        own.append(first)
-        return second
-
-    found = processes.together(call, mild=mild)
-    return own[0], found
+    processes.together(lambda: own.append(function()), mild=mild)
+    return own[0]
 
 
 def _no_memory(error: Exception, step: int, where: Path) -> WriteFailed | None:

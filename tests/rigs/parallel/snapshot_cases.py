@@ -228,7 +228,7 @@ def disagree(root: str) -> list[str]:
             snapshots.save(2, small(2, mesh), loop={"rank": mesh.rank})
             assert snapshots.restore(small(0, mesh)).step == 2
             expect(errors.NotFound, "7", lambda: snapshots.restore(small(0, mesh), step=7))
-            expect(errors.RankError, "steps", lambda: snapshots.restore(small(0, mesh), step=1 + mesh.rank))
+            expect(errors.RankError, "the step to restore is", lambda: snapshots.restore(small(0, mesh), step=1 + mesh.rank))
             wrong = {"w": torch.zeros(2)}
             expect(errors.Mismatch, "differ", lambda: snapshots.restore(wrong if one else small(0, mesh)))
             snapshots.save(3, small(3, mesh))
