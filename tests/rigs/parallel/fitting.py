@@ -343,6 +343,11 @@ def errors() -> dict[str, str]:
         with noted("order"):
             order = list(range(37)) if rank else list(reversed(range(37)))
             fit(one, loader(shuffle=False, sampler=order))
+        lines = Lines([[3, 4], [1, 2]] if rank else [[1, 2], [3, 4]])
+        with noted("order of a list"):
+            fit(one, list(lines))
+        with noted("order of a stream"):
+            fit(one, ps.parallel.sharded(DataLoader(lines, None), rows=True))
         with noted("ends"):
             rows = DataLoader(Lines([[1, 2], [3, 4]][: 1 + rank]), None)
             fit(one, ps.parallel.sharded(rows, rows=True))
