@@ -12,20 +12,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from .. import optim, rng, tree
-from ..analysis import plain_functions
-from ..errors import ConfigError, DataError, PurestepError, StateError, StepContractError
+from ..analysis import plain_functions, refused
+from ..errors import ConfigError, DataError, StateError
 from ..metrics import Gathered, handed_out
 from ..model import Inference, functional
 from ..state import check_choice, check_count, known_keywords, stacked, views
 from ..step import Adding, Closing, static_of
 from ..torch_ext import draws, tracing
-from ..types import Batch, Empty, Mean, Metrics, Params, Program, Static, Steps, TrainState, Tree
+from ..types import Batch, Empty, Mean, Metrics, Params, Program, Static, Steps, TrainState
+
+_CURE = "replace this operation (torch.where instead of if); or train the members one by one, with the program itself"
 
 
 @known_keywords
@@ -386,10 +388,9 @@ class _Mapped:
             is_plain = not self._is_recurrent or where not in ("eval_step", "bind")
             function = flat if is_plain else plain_functions.decomposed(flat)
             outputs = torch.func.vmap(function, randomness=draws)(*leaves, *rows)
-        except PurestepError:
-            raise
         except RuntimeError as error:
-            raise _explained(error, where) from error
+            is_draw = "randomness error mode" in str(error)
+            raise (_DrawsError() if is_draw else refused(where, error, _CURE) or error) from error
         treedef, found, at = result
         for index, leaf in zip(at, outputs, strict=True):
             found[index] = leaf
@@ -413,28 +414,6 @@ class _Mapped:
 
 class _DrawsError(Exception):
     """A step draws random numbers, in a call that allows none."""
-
-
-def _explained(error: RuntimeError, where: str) -> Exception:
-    """The error to raise for one of `torch.func.vmap`; other errors are the model's own, and returned as they are."""
-    text = str(error).strip()
-    if "randomness error mode" in text:
-        return _DrawsError()
-    found = text.partition("\n")[0]
-    if "saved tensor hooks" in text:
-        found = "activation checkpointing (torch.utils.checkpoint) has no rule for it"
-    elif "doesn't have storage" in text:  # said of a mapped tensor
-        found = "an operation needs a tensor's own memory (as of packed sequences)"
-    elif "vmap" not in text and not text.startswith("Batching rule"):
-        return error
-    if ".item()" in found:
-        found = "it reads the value of a tensor (.item(), or a branch), which differs between the members"
-    return StepContractError(
-        f"torch.func.vmap cannot map the step: {found}",
-        where=", ".join(filter(None, (where, tracing.user_line(error)))),
-        hint="replace this operation (torch.where instead of if); or train the members one after another, with the "
-        "program itself",
-    )
 
 
 @contextmanager

@@ -195,7 +195,9 @@ def disagree(root: str) -> list[str]:
         one = mesh.rank == 1
         expect(errors.RankError, "directories", lambda: ps.Snapshots(f"{root}/{mesh.rank}").open())
         with ps.Snapshots(f"{root}/run", keep=2, keep_best=0) as snapshots:
-            expect(errors.RankError, "the step is 1 in process 0, 2", lambda: snapshots.save(1 + mesh.rank, small(1, mesh)))
+            expect(
+                errors.RankError, "the step is 1 in process 0, 2", lambda: snapshots.save(1 + mesh.rank, small(1, mesh))
+            )
             expect(
                 errors.RankError,
                 "the checksum of the leaves' names and shapes is",
@@ -228,7 +230,11 @@ def disagree(root: str) -> list[str]:
             snapshots.save(2, small(2, mesh), loop={"rank": mesh.rank})
             assert snapshots.restore(small(0, mesh)).step == 2
             expect(errors.NotFound, "7", lambda: snapshots.restore(small(0, mesh), step=7))
-            expect(errors.RankError, "the step to restore is", lambda: snapshots.restore(small(0, mesh), step=1 + mesh.rank))
+            expect(
+                errors.RankError,
+                "the step to restore is",
+                lambda: snapshots.restore(small(0, mesh), step=1 + mesh.rank),
+            )
             wrong = {"w": torch.zeros(2)}
             expect(errors.Mismatch, "differ", lambda: snapshots.restore(wrong if one else small(0, mesh)))
             snapshots.save(3, small(3, mesh))
