@@ -144,6 +144,8 @@ ERRORS = {
     "own items": rf"train: {ROW}",
     "own val": rf"val: {ROW}",
     "own, evaluate": rf"evaluation: {ROW}",
+    "order of a list": rf"train: {ROW}",
+    "order of a stream": r"train: processes differ: the order of the data is \d+ in process 0",
     "ends": r"train, epoch 1, batch 2: process 1 has another batch, and process 0 has none.*sharded\(loader\)",
     "another mesh": r"a mesh of data=2, shard=1, and the open mesh has data=1, shard=2 \(cure: call ps\.distribute",
     "outside of start": r"cure: call distributed steps inside `with ps\.parallel\.start",

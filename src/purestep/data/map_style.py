@@ -13,7 +13,7 @@ import operator
 import zlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, islice
+from itertools import islice
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -63,41 +63,32 @@ class Loaded(NamedTuple):
 
 
 class Batches(Dataset[Loaded]):
-    """The user's dataset and collate function: ``batches[ticket]`` is a whole batch.
-
-    Attribute access goes to the dataset, so that ``worker_init_fn`` can set attributes of
-    ``get_worker_info().dataset``.
-    """
+    """The user's dataset and collate function: ``batches[ticket]`` is a whole batch."""
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], *, batched: bool) -> None:
-        own = {"_dataset": dataset, "_collate": collate, "_batched": batched, "_draws": False}
-        self.__dict__.update(own, _epoch=None, _generators=None)
-
-    def __getattr__(self, name: str) -> Any:
-        # Unpickling reads attributes before the dataset is set.
-        if name.startswith("__") or "_dataset" not in self.__dict__:
-            raise AttributeError(name)
-        return getattr(self.__dict__["_dataset"], name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.__dict__["_dataset"], name, value)
+        self.users_dataset = dataset
+        self._collate = collate
+        self._batched = batched
+        self._draws = False
+        self._epoch: int | None = None
+        self._generators: dict[str, Any] | None = None
 
     def begin(self, epoch: int, seed: int) -> None:
         """Call ``set_epoch`` of the dataset, once for each epoch in each process, under the seed of the epoch."""
-        if epoch != self.__dict__["_epoch"]:
-            self.__dict__["_epoch"] = epoch
-            if _has_epochs(self._dataset):
+        if epoch != self._epoch:
+            self._epoch = epoch
+            if _has_epochs(self.users_dataset):
                 with random_state.scoped(mix(seed, "epoch")):
-                    self._dataset.set_epoch(epoch)
+                    self.users_dataset.set_epoch(epoch)
 
     def __getitem__(self, index: Ticket) -> Loaded:
         self.begin(index.epoch, index.seed)  # a worker that lives on has the epoch before
         tensors = self._tensors()
         if tensors is not None:
-            row = fingerprint(_gather(self._dataset, tensors, index.probe)) if index.probe else None
-            return Loaded(_gather(self._dataset, tensors, index.indices), row=row)
+            row = fingerprint(_gather(self.users_dataset, tensors, index.probe)) if index.probe else None
+            return Loaded(_gather(self.users_dataset, tensors, index.indices), row=row)
         if self._generators is None:  # once per process: a `worker_init_fn` may set some
-            self.__dict__["_generators"] = random_state.own(self._dataset, _owner(self._collate))
+            self._generators = random_state.own(self.users_dataset, _owner(self._collate))
         try:
             with random_state.scoped(mix(index.seed, index.number)):
                 batch = self._collated(index, self._items(index))
@@ -109,24 +100,24 @@ class Batches(Dataset[Loaded]):
     def _items(self, ticket: Ticket) -> Any:
         if not self._batched:
             return self._item(ticket, ticket.indices)
-        several = getattr(self._dataset, "__getitems__", None)
+        several = getattr(self.users_dataset, "__getitems__", None)
         if several is not None and not (self._draws or self._generators):
             # One call for all items is many times faster, but cannot seed each of them.
             before = random_state.states()
             items = several(ticket.indices)
             if random_state.states() == before:
                 return items
-            self.__dict__["_draws"] = True
+            self._draws = True
         return [self._item(ticket, index) for index in ticket.indices]
 
     def _item(self, ticket: Ticket, index: Any) -> Any:
-        random_state.seed(mix(ticket.seed, "item", _number(index)), self._generators)
-        several = getattr(self._dataset, "__getitems__", None) if self._batched else None
-        return self._dataset[index] if several is None else several([index])[0]
+        random_state.seed(mix(ticket.seed, "item", _number(index)), self._generators or random_state.NONE)
+        several = getattr(self.users_dataset, "__getitems__", None) if self._batched else None
+        return self.users_dataset[index] if several is None else several([index])[0]
 
     def _collated(self, ticket: Ticket, items: Any) -> Batch:
         if self._batched:
-            random_state.seed(mix(ticket.seed, "collate", ticket.number), self._generators)
+            random_state.seed(mix(ticket.seed, "collate", ticket.number), self._generators or random_state.NONE)
         return self._collate(items)
 
     def _probed(self, ticket: Ticket) -> tuple[str, int | None]:
@@ -144,7 +135,7 @@ class Batches(Dataset[Loaded]):
 
     def _tensors(self) -> tuple[Tensor, ...] | None:
         """The tensors of a TensorDataset with the default collation: index them directly, since nothing draws."""
-        dataset = self._dataset
+        dataset = self.users_dataset
         while type(dataset) is Subset:
             dataset = dataset.dataset
         if type(dataset) is not TensorDataset or self._collate is not default_collate or not self._batched:
@@ -230,8 +221,7 @@ class IndexedFeed(Feed):
         self._tickets = _Tickets()
         how: dict[str, Any] = {"batch_size": None, "sampler": self._tickets, "collate_fn": _same_batch}
         self._engine = Engine(batches, like=loader, timeout=timeout, **how)
-        self._recent: OrderedDict[tuple[int, int], Any] = OrderedDict()
-        self._orders: dict[tuple[int, int], int] = {}  # hashes of all processes' indices of the same batches
+        self._recent: OrderedDict[tuple[int, int], tuple[Any, Any]] = OrderedDict()  # indices of this process, of all
         self._probed = False
         self._checks_rows = self._mesh is not None
         if not ready:
@@ -269,11 +259,12 @@ class IndexedFeed(Feed):
         return found if found is None or self._first is None else min(found, self._first)
 
     def indices(self, epoch: int, batch: int) -> list[Any] | None:
-        found = self._recent.get((epoch, batch))
+        found, _ = self._recent.get((epoch, batch), (None, None))
         return found if found is None or isinstance(found, list) else [found]
 
     def order(self, epoch: int, batch: int) -> int:
-        return self._orders.get((epoch, batch), 0)
+        _, found = self._recent.get((epoch, batch), (None, None))
+        return 0 if found is None else zlib.crc32(repr(found).encode())
 
     def chosen(self) -> list[Any] | None:
         found: list[Any] | None = None
@@ -299,7 +290,7 @@ class IndexedFeed(Feed):
                     self._warn(inexact)
                 if self._checks_rows:
                     self._checks_rows = False
-                    check_rows(self.name, self._orders[epoch, start], row)
+                    check_rows(self.name, self.order(epoch, start), row)
                 yield batch if self._mesh is None else Share(batch, torch.tensor(float(counts.popleft())))
         finally:
             loaded.close()
@@ -309,12 +300,11 @@ class IndexedFeed(Feed):
         for number, whole in enumerate(self._after(self._index_batches(epoch), epoch, start), start):
             indices = whole
             if self._mesh is not None:
-                self._orders[epoch, number] = zlib.crc32(repr(whole).encode())
                 indices, has_rows = _share(whole, self._mesh)
                 counts.append(has_rows)
-            self._recent[epoch, number] = indices
+            self._recent[epoch, number] = indices, whole
             if len(self._recent) > _REMEMBERED:
-                self._orders.pop(self._recent.popitem(last=False)[0], None)
+                self._recent.popitem(last=False)
             item = (whole,) if self._source.batch_sampler is None else (*whole[:1],)
             probe, self._probed = () if self._probed else item, True
             yield Ticket(number, epoch, seed, indices, probe)
@@ -322,10 +312,7 @@ class IndexedFeed(Feed):
     def _index_batches(self, epoch: int) -> Iterator[Any]:
         number = mix(self._seed, "order", epoch)
         if not self._is_ready():
-            batches = self._drawn(self._own_sampler(), epoch)
-            first = next(batches, None)
-            self._check_begun(epoch, fingerprint(first))
-            return batches if first is None else chain([first], batches)
+            return self._compared(self._drawn(self._own_sampler(), epoch), epoch)
         if self._source.batch_sampler is None:
             return iter(self._ready_sampler(number))
         return iter(BatchSampler(self._ready_sampler(number), int(self._batch_size), bool(self._drop_last)))

@@ -138,6 +138,9 @@ class RowsFeed(Feed):
     def chosen(self) -> list[Any] | None:
         return self._feed.chosen()
 
+    def order(self, epoch: int, batch: int) -> int:
+        return self._feed.order(epoch, batch)
+
     def stopped_early(self, epoch: int, consumed: int) -> None:
         self._feed.stopped_early(epoch, consumed)
 

@@ -84,29 +84,6 @@ def check_count(where: str, *, least: int, cure: str = "", **counts: Any) -> Non
             )
 
 
-def check_finite(where: str, **numbers: Any) -> None:
-    """Check that each value is a finite int or float.
-
-    Raises:
-        ConfigError: a value is not; the message has its name.
-    """
-    for name, value in numbers.items():
-        if not is_number(value) or not math.isfinite(value):
-            raise ConfigError(f"{name}={value!r} must be a finite number", where=where, hint=f"{name}=1e-3")
-
-
-def check_positive(where: str, **numbers: Any) -> None:
-    """Check that each value is a finite number > 0.
-
-    Raises:
-        ConfigError: a value is not; the message has its name.
-    """
-    check_finite(where, **numbers)
-    for name, value in numbers.items():
-        if value <= 0:
-            raise ConfigError(f"{name}={value!r} must be greater than 0", where=where, hint=f"{name}=0.1")
-
-
 def check_range(
     where: str, low: float, high: float = math.inf, /, *, ends: str = "[)", cure: str = "", **numbers: Any
 ) -> None:

@@ -366,6 +366,11 @@ def errors() -> dict[str, str]:
             ps.evaluate(one.init(), DataLoader(Items(list(own)), 8), one.eval_step)
         differing("augmented", DataLoader(Items(list(range(36)), noise=True), 8, shuffle=True), epochs=1)
         differing("drawn", DataLoader(Items(list(range(36)), drawn=True), 8), epochs=1)
+        lines = Lines([[3, 4], [1, 2]] if rank else [[1, 2], [3, 4]])
+        with noted("order of a list"):
+            fit(one, list(lines))
+        with noted("order of a stream"):
+            fit(one, ps.parallel.sharded(DataLoader(lines, None), rows=True))
         with noted("ends"):
             rows = DataLoader(Lines([[1, 2], [3, 4]][: 1 + rank]), None)
             fit(one, ps.parallel.sharded(rows, rows=True))
