@@ -410,7 +410,11 @@ def built() -> Any:
 
 
 BAD: list[tuple[Callable[[], Any], str]] = [
-    (lambda: schedules.constant(math.nan), r"constant: value=nan must be a finite number"),
+    (
+        lambda: schedules.constant(math.nan),
+        r"constant: value=nan must be a finite number \(cure: pass a finite number\)",
+    ),
+    (lambda: schedules.constant("0.3"), r"constant: value='0\.3' is a str, not a number \(cure: value=0\.3\)"),  # pyright: ignore[reportArgumentType]  # the point of the test
     (lambda: schedules.linear(1.0, math.inf, transition_steps=3), r"linear: end_value=inf must be a finite number"),
     (lambda: schedules.linear(1.0, 0.0, transition_steps=0), r"transition_steps=0 must be an int of at least 1"),
     (lambda: schedules.linear(True, 0.0, transition_steps=1), r"init_value=True is a bool, not a number"),
@@ -443,16 +447,22 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: schedules.one_cycle(1.0, 100, pct_start=0.6, three_phase=True), r"leaves a phase without an update"),
     (lambda: schedules.one_cycle(1.0, 100, anneal_strategy="exp"), r"anneal_strategy='exp'"),  # pyright: ignore[reportArgumentType]  # the point of the test
     (lambda: schedules.piecewise(1.0, {0: 0.1}), r"boundaries_and_scales=0 must be an int of at least 1"),
-    (lambda: schedules.piecewise(1.0, {5: -0.1}), r"boundaries_and_scales=-0\.1 must be .*cure: \{5: 0\.1\}"),
+    (
+        lambda: schedules.piecewise(1.0, {5: -0.1}),
+        r"boundaries_and_scales\[5\]=-0\.1 must be .*cure: boundaries_and_scales\[5\]=0\.1",
+    ),
     (lambda: schedules.piecewise(1.0, {}, interpolate_type="cubic"), r"interpolate_type='cubic'"),  # pyright: ignore[reportArgumentType]  # the point of the test
     (lambda: schedules.join([], []), r"join: 0 schedules and the boundaries \[\]"),
     (lambda: schedules.join([schedules.constant(1.0)] * 2, [1, 2]), r"2 schedules and the boundaries \[1, 2\]"),
     (lambda: schedules.join([schedules.constant(1.0)] * 3, [5, 5]), r"3 schedules and the boundaries \[5, 5\]"),
-    (lambda: schedules.multistep(1.0, 0.1), r"multistep: milestones=0\.1 must be a list \(cure: milestones=\[30"),  # pyright: ignore[reportArgumentType]  # the point of the test
+    (lambda: schedules.multistep(1.0, 0.1), r"multistep: milestones=0\.1 must be a list \(cure: milestones=\[0\.1"),  # pyright: ignore[reportArgumentType]  # the point of the test
     (lambda: schedules.multistep(1.0, torch.tensor(3)), r"milestones=tensor\(3\) must be a list"),  # pyright: ignore[reportArgumentType]  # the point of the test
-    (lambda: schedules.piecewise(1.0, 0.1), r"piecewise: boundaries_and_scales=0\.1 is not a mapping \(cure: \{30: 0"),  # pyright: ignore[reportArgumentType]  # the point of the test
+    (
+        lambda: schedules.piecewise(1.0, 0.1),
+        r"piecewise: boundaries_and_scales=0\.1 is not a mapping \(cure: pass \{update",
+    ),  # pyright: ignore[reportArgumentType]  # the point of the test
     (lambda: schedules.piecewise(1.0, {"a": 0.1, 3: 0.1}), r"boundaries_and_scales='a' must be an int of"),  # pyright: ignore[reportArgumentType]  # the point of the test
-    (lambda: schedules.join(0.1, [3]), r"join: schedules=0\.1 must be a list \(cure: join\(\[warmup, decay"),  # pyright: ignore[reportArgumentType]  # the point of the test
+    (lambda: schedules.join(0.1, [3]), r"join: schedules=0\.1 must be a list \(cure: schedules=\[0\.1\]"),  # pyright: ignore[reportArgumentType]  # the point of the test
     (lambda: schedules.join([schedules.constant(1.0)] * 2, 3), r"join: boundaries=3 must be a list"),  # pyright: ignore[reportArgumentType]  # the point of the test
     (
         lambda: schedules.join([schedules.constant(1.0), 0.1], [3]),  # pyright: ignore[reportArgumentType]  # the point of the test
@@ -460,7 +470,7 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     ),
     (
         lambda: schedules.per_epoch(0.1, updates_per_epoch=9),
-        r"per_epoch: schedule=0\.1 must be a function \(cure: per_e",
+        r"per_epoch: schedule=0\.1 must be a function \(cure: schedules\.constant\(0\.1\)\)",
     ),  # pyright: ignore[reportArgumentType]  # the point of the test
     (lambda: schedules.per_epoch(schedules.constant(1.0), updates_per_epoch=0), r"updates_per_epoch=0 must be an int"),
     (
@@ -468,7 +478,10 @@ BAD: list[tuple[Callable[[], Any], str]] = [
         r"ReduceLROnPlateau depends on a metric.*cure: ps\.fit\(\.\.\., callbacks=\[ps\.reduce_on_plateau",
     ),
     (lambda: schedules.from_torch_scheduler(plateau, 0.1, steps=3), r"ReduceLROnPlateau depends on a metric"),
-    (lambda: schedules.from_torch_scheduler(built(), 0.1, steps=3), r"the scheduler is a StepLR, not a class"),
+    (
+        lambda: schedules.from_torch_scheduler(built(), 0.1, steps=3),
+        r"the scheduler is a StepLR, not a class \(cure: .*\(StepLR, 0\.1, steps=3, ",
+    ),
     (
         lambda: schedules.from_torch_scheduler(lambda optimizer: None, 0.1, steps=3),
         r"is a NoneType, not a class",
