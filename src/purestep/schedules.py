@@ -126,43 +126,6 @@ def cosine(init_value: _Finite, decay_steps: _Updates, *, end_value: _Finite = 0
 
 
 @known_keywords
-def warm_restarts(init_value: _Finite, T_0: _Updates, *, T_mult: _Updates = 1, eta_min: _Finite = 0.0) -> Schedule:
-    r"""Repeat half a cosine from ``init_value`` to ``eta_min``. torch's `CosineAnnealingWarmRestarts`.
-
-    Cycle n has :math:`T_0 \, m^n` updates; each starts at ``init_value``. A warm-up is a `join` with a `linear`.
-
-    Args:
-        init_value: finite.
-        T_0: updates of the first cycle, at least 1.
-        T_mult: m, a whole number of at least 1: the length of a cycle divided by that of the cycle before.
-        eta_min: finite; the value that a cycle falls to, which the next one replaces by ``init_value``.
-
-    References:
-        Loshchilov and Hutter, 2017, SGDR: Stochastic Gradient Descent with Warm Restarts.
-
-    Example:
-        >>> [round(float(warm_restarts(1.0, 2, T_mult=2)(t)), 4) for t in (0, 1, 2, 4, 6)]
-        [1.0, 0.5, 1.0, 0.5, 1.0]
-    """
-
-    def schedule(count: _Count) -> Tensor:
-        t = _count_as_float(count)
-        if T_mult == 1:
-            return _half_cosine(init_value, eta_min, torch.remainder(t, T_0) / T_0)
-        # Cycle n begins at T_0 (m^n - 1) / (m - 1). The logarithm may be rounded across a begin, hence the corrections.
-        n = torch.floor(torch.log1p(t * (T_mult - 1) / T_0) / math.log(T_mult) + 0.5)
-        n = torch.where(_cycle_begin(n, T_0, T_mult) > t, n - 1, n)
-        begin = _cycle_begin(n, T_0, T_mult)
-        return _half_cosine(init_value, eta_min, (t - begin) / (T_0 * T_mult**n))
-
-    return schedule
-
-
-def _cycle_begin(n: Tensor, first: int, factor: int) -> Tensor:
-    return torch.round(first * (factor**n - 1) / (factor - 1))
-
-
-@known_keywords
 def exponential(
     init_value: _Finite,
     gamma: _Positive,
