@@ -192,6 +192,7 @@ def _prepare(spec: _Spec, params: Params) -> tuple[Slots, bool]:
     return slots, probe.first_differs or not is_whole
 
 
+@tracing.break_in_graph
 def _eager_step(
     spec: _Spec, special: dict[tuple[Any, ...], bool], arguments: _Arguments, rate: Any, step: Tensor
 ) -> _StepResult:
@@ -207,9 +208,6 @@ def _eager_step(
         hint = "use an optimizer whose state has the same keys and shapes from its first step on"
         raise StateError(f"its state gained or lost {new}", where=spec.where, hint=hint)
     return result
-
-
-_eager_step._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]  # does not load Dynamo
 
 
 def _traced_step(
