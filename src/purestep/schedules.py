@@ -381,7 +381,8 @@ def piecewise(
         check_count("piecewise", least=1, boundaries_and_scales=boundary)
     points = [(0.0, init_value)]
     for boundary, scale in sorted(boundaries_and_scales.items()):
-        check_range("piecewise", 0.0, **{f"boundaries_and_scales[{boundary}]": scale})
+        factor: dict[str, Any] = {f"boundaries_and_scales[{boundary}]": scale}
+        check_range("piecewise", 0.0, **factor)
         points.append((float(boundary), points[-1][1] * scale))
     interpolations = {None: _hold, "linear": _line, "cosine": _half_cosine}
     check_choice("piecewise", interpolations, interpolate_type=interpolate_type)
