@@ -63,8 +63,10 @@ def seed() -> None:
 
 @pytest.fixture(autouse=True)
 def optimized_as_for_users(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """In a run that selects them by this mark, as `.ci/nightly` does, those tests have g++ itself, at -O3: inductor reads
-    the variable once, and child processes read it again."""
+    """In a run that selects them by this mark, as `.ci/nightly` does, those tests have g++ itself, at -O3.
+
+    Inductor reads the variable once, and child processes read it again.
+    """
     is_chosen = request.node.get_closest_marker("optimized") and "optimized" in request.config.option.markexpr
     if sys.platform != "linux" or not is_chosen:
         yield

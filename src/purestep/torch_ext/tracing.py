@@ -98,7 +98,7 @@ def constant_in_graph(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def break_in_graph(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """As `torch.compiler.disable`, without loading Dynamo: in a user's `torch.compile` the function runs between graphs.
+    """As `torch.compiler.disable`, without loading Dynamo: a user's `torch.compile` runs the function between graphs.
 
     Example:
         >>> @break_in_graph
