@@ -220,6 +220,22 @@ def test_a_stream_that_seeds_itself_is_told_in_a_resumed_run(
         assert found == whole[1][2:]
 
 
+@pytest.mark.parametrize("name", ["clock", "from the seed"])
+def test_a_generator_that_seeds_itself_is_told_in_a_resumed_run(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    def opened() -> Feed:
+        batches = iter(list(Stream((CLOCKS | SEEDED)[name])) for _ in range(6))
+        return open_feed(batches, name="mine", seed=1, first=2)
+
+    feed = opened()
+    whole = [[numbers(batch) for batch in feed.epoch(epoch)] for epoch in range(3)]
+    again = opened()
+    again.restore(json.loads(json.dumps(feed.position(2, 1))))
+    found = [numbers(batch) for batch in again.epoch(2, 1)]
+    assert len(told(caplog)) == (name == "clock")
+    assert all("mine: epoch 3 begins with another batch than in" in message for message in told(caplog))
+    assert found == whole[2][1:] or name == "clock"
+
+
 def test_a_stream_that_others_feed_loses_no_row() -> None:
     """Its rows come from a queue of the module: who starts it twice takes rows away."""
     rows = list(map(torch.tensor, range(20)))

@@ -192,6 +192,7 @@ class IteratorFeed(Feed):
         self._iterator = iterator
         self._seed = seed
         self._given = 0  # batches since the beginning
+        self._beginning = 0  # a hash of the first of them
         self._starts: dict[int, int] = {}  # epoch -> batches before it
         self._restored: int | None = None  # batches of the interrupted run
 
@@ -217,6 +218,10 @@ class IteratorFeed(Feed):
         log_dropped(self.name, epoch, dropped)
         seed = mix(self._seed, "order", 0)
         rest = scoped(self._iterator, seed, self._given, random_state.own(self._iterator))
+        if not self._given and not self.repeats:
+            first = list(itertools.islice(rest, 1))
+            self._beginning, rest = fingerprint(first), itertools.chain(first, rest)
+        self._check_begun(epoch, self._beginning)
         self._given += dropped
         self._starts = {epoch: self._given - start}
         for batch in self._after(rest, epoch, dropped):
