@@ -420,11 +420,17 @@ def _explained(error: RuntimeError, where: str) -> Exception:
     text = str(error).strip()
     if "randomness error mode" in text:
         return _DrawsError()
-    found = text.partition("\n")[0]
+    found, cure = text.partition("\n")[0], "replace this operation (torch.where instead of if)"
     if "saved tensor hooks" in text:
         found = "activation checkpointing (torch.utils.checkpoint) has no rule for it"
     elif "doesn't have storage" in text:  # said of a mapped tensor
         found = "an operation needs a tensor's own memory (as of packed sequences)"
+    elif "mutate a captured Tensor" in text:
+        found = "it writes a tensor that is not in the state, as BatchNorm does in train mode"
+        cure = "call .eval() on the module that holds it, or hold it in a buffer of the model"
+    elif "inplace randomness" in text:
+        found = "it fills a tensor with random numbers that belongs to no member"
+        cure = "call torch.rand, torch.randn or rand_like(x), not x.normal_()"
     elif "vmap" not in text and not text.startswith("Batching rule"):
         return error
     if ".item()" in found:
@@ -432,8 +438,7 @@ def _explained(error: RuntimeError, where: str) -> Exception:
     return StepContractError(
         f"torch.func.vmap cannot map the step: {found}",
         where=", ".join(filter(None, (where, tracing.user_line(error)))),
-        hint="replace this operation (torch.where instead of if); or train the members one after another, with the "
-        "program itself",
+        hint=f"{cure}; or train the members one after another, with the program itself",
     )
 
 
