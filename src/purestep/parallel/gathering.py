@@ -17,7 +17,7 @@ _WHERE = "parallel.gather"
 
 
 def gather(x: Tensor) -> Tensor:
-    """Return the rows of all processes, in the order of the whole batch. (n, ...) -> (N, ...)
+    """Return the rows of all processes, in the order of the whole batch.
 
     In an objective, for losses that compare the rows of a batch (CLIP, SimCLR, supervised contrastive losses): each
     process computes the loss of all N rows, so that the step equals that of one process. The gradient of each row is
@@ -29,7 +29,10 @@ def gather(x: Tensor) -> Tensor:
     stands in for an empty share is left out. The numbers are compared in every call, by one exchange on the host.
 
     Args:
-        x: one row for each row of the batch; all other dimensions are the same in every process.
+        x: (n, ...), one row for each row of the batch; all other dimensions are the same in every process.
+
+    Returns:
+        (N, ...), on every process.
 
     Raises:
         ConfigError: ``x`` has no rows, it is 0-d.
