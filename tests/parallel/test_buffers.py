@@ -60,7 +60,7 @@ def test_the_step_looks_at_its_buffers() -> None:
         ({"sums": "average"}, r"buffers\['sums'\]='average' is unknown"),
         ({"seen": "mean"}, 'seen is torch.int32, which has no "mean"'),
         ({"mask": "sum"}, 'mask is torch.bool, which has no "sum"'),
-        (["seen"], "is no mapping"),
+        (["seen"], "is not a mapping"),
     ],
 )
 def test_ways_are_checked(buffers: Any, text: str) -> None:

@@ -33,7 +33,9 @@ def ways_of(module: nn.Module, buffers: Params, given: Any) -> dict[str, str]:
         ConfigError: a pattern matches no buffer, or a way is unknown, or does not fit the buffer's dtype.
     """
     if not isinstance(given, Mapping):
-        raise ConfigError(f"buffers={given!r} is no mapping", where=_WHERE, hint='buffers={"codebook.counts": "sum"}')
+        raise ConfigError(
+            f"buffers={given!r} is not a mapping", where=_WHERE, hint='buffers={"codebook.counts": "sum"}'
+        )
     found = {name: way for name, way in _known(module).items() if name in buffers}
     for pattern, way in cast("Mapping[Any, Any]", given).items():
         check_choice(_WHERE, WAYS, **{f"buffers[{pattern!r}]": way})
