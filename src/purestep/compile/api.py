@@ -38,8 +38,8 @@ def compile_step(
     graph. If another one is assigned to a name that the code of the objective or of a user-defined step reads (a
     variable of its closure, a global, a default), or one level below it (an item of a dict or list, an attribute, a
     tensor or layer of a module), the step is compiled again, with one warning. What lies deeper, such as a number that
-    a function called by the objective reads, stays what it was at the first call. A step that writes a tensor outside
-    is refused.
+    a function called by the objective reads, stays what it was at the first call. A step that writes a tensor outside,
+    stores one there or reads its value (``float(scale)``) is refused.
 
     Compiled code is stored in inductor's cache directory (``TORCHINDUCTOR_CACHE_DIR``). The next process looks it up by
     the operations of the step (on the CPU, with torch 2.13). The directory may be moved, and may lie with the
