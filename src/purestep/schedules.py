@@ -489,7 +489,7 @@ def from_torch_scheduler(
         >>> [float(halving(t)) for t in (0, 2, 100)]
         [1.0, 0.25, 0.001953125]
     """
-    check_range("from_torch_scheduler", -math.inf, learning_rate=learning_rate)
+    check_range("from_torch_scheduler", -math.inf, ends="()", learning_rate=learning_rate)
     check_count("from_torch_scheduler", least=1, steps=steps)
     check_choice("from_torch_scheduler", ("lr", "momentum"), key=key)
     table = torch.tensor(_tabulate(scheduler, learning_rate, steps, key, kwargs), dtype=torch.float64)
