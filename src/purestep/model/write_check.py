@@ -113,7 +113,7 @@ def check_none_buffers(places: dict[str, tuple[nn.Module, str]]) -> None:
 
 class Numbers:
     """Watches the numbers of Python among the attributes of a module, in its first forward passes. In a capture it also
-    watches tensors that are not buffers. It looks one level below: an item of a dict or list, an attribute of an object.
+    watches tensors that are not buffers. It looks one level below: items of a dict or list, attributes of an object.
 
     A number that two passes change is a counter: no state holds it, and a graph would hold one value of it. A capture
     refuses the first change of a tensor.
