@@ -158,12 +158,14 @@ SLOW = (
     "parallel/test_layers.py",
     "parallel/test_snapshots.py",
     "parallel/test_tools.py",
+    "programs",
     "test_benchmarks.py",
     "test_examples.py",
     "test_first.py",
     "test_zoo.py",
 )
-"""Folders and files whose tests compile or wait for other processes, as do those marked compile, but for the laws."""
+"""Folders and files whose tests compile or wait for other processes, as do those marked compile, but for the laws.
+Those marked peer are slow too: golden numbers guard what they compare."""
 
 
 def is_quick(item: pytest.Item) -> bool:
@@ -176,6 +178,8 @@ def is_quick(item: pytest.Item) -> bool:
 def is_slow(item: pytest.Item) -> bool:
     tests = Path(__file__).parent
     if any(tests / name in (item.path, item.path.parent) for name in SLOW) or "inductor" in item.name:
+        return True
+    if item.get_closest_marker("peer") is not None:
         return True
     is_law = item.path.parent == tests / "laws" and item.get_closest_marker("optimized") is None
     return item.get_closest_marker("compile") is not None and not is_law

@@ -233,10 +233,7 @@ def lines(directory: Path | None, after: int | None = None, **fields: Any) -> di
 def test_lines_of_the_log_are_those_of_the_whole_run(fields: Any, tmp_path: Path) -> None:
     expected = lines(None, **fields)
     assert len(expected) == 9 // fields.get("log_every", 2) - (fields.get("tail") == "carry")
-    for after in (2, BATCHES + 4, 2 * BATCHES + 5):
-        where = tmp_path / str(after)
-        assert lines(where, after, **fields) | lines(where, **fields) == expected, after
-    often = [lines(tmp_path / "often", after, **fields) for after in (2, 1, 5, 3, 1, 4)]
+    often = [lines(tmp_path / "often", after, **fields) for after in (2, 1, 5, 3, 1, 7)]
     assert {**reduce(operator.or_, often), **lines(tmp_path / "often", **fields)} == expected
 
 

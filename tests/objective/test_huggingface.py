@@ -116,6 +116,7 @@ def trained(make: Callable[[], Made], compile: bool | dict[str, str]) -> ps.FitR
 
 
 @CONTRASTIVE
+@pytest.mark.slow
 @pytest.mark.row("1.19", "1.29")
 @pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
 def test_a_model_trains_as_it_is_eager_and_traced_alike(make: Callable[[], Made]):
