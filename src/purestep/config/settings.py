@@ -139,13 +139,6 @@ class FitConfig(BaseModel):
     their number is known, else of ``len(loader)``. A mapping sets it for each loader; 0 skips an evaluation loader.
     None: all."""
 
-    profile: fields.Profile = Field(default=None, examples=[(10, 13)])
-    """Record a window of updates with `torch.profiler`: ``(10, 13)`` are the updates 10, 11 and 12 of this call of
-    `fit`, counted from 0, with the loading of their batches. The trace ``trace_10-12.json.gz`` is for Perfetto or
-    ``chrome://tracing``; its numbers count the updates before a resume too. It goes into the directory of the
-    snapshots, into that of ``(10, 13, "traces")``, or else into the working directory. A profiler that fails is logged,
-    and the run goes on. The first of several processes is recorded."""
-
     record: fields.AtLeast0 = Field(default=0, examples=[10])
     """Debugging: keep copies of the last n batches, and states from which their steps can be repeated, at least 0: two
     copies of the state and up to 2 n - 1 batches, in memory on their devices. They are ``result.recording``; if an

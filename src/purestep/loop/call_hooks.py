@@ -37,30 +37,22 @@ class CallHook:
         """At the end of the run, which may be an error."""
 
 
-def opened(
-    config: FitConfig, program: Program, state: Tree, loop: LoopState, snapshots: Snapshots | None, *, rank: int
-) -> list[CallHook]:
+def opened(config: FitConfig, program: Program, state: Tree) -> list[CallHook]:
     """Return the hooks that the settings name, in the order of their calls.
 
     Args:
         config: of the run.
         program: not compiled.
         state: of the run.
-        loop: of the run.
-        snapshots: of the run. Files go into their directory.
-        rank: of this process.
 
     Raises:
         ConfigError: histograms of a step that is not that of a program.
     """
     from .histograms import histogram_hook  # late: few runs record something
-    from .profiling import profiler
     from .recorder import BatchRecorder
 
-    directory = None if snapshots is None else snapshots.directory
     found: list[CallHook | None] = [
         BatchRecorder(config.record) if config.record else None,
-        profiler(config, directory, updates=loop.updates, rank=rank),
         histogram_hook(config.histograms, program, state),
     ]
     return [hook for hook in found if hook is not None]

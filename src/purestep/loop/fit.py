@@ -203,8 +203,7 @@ class _Run:
         self.checkpointer = Checkpointer(snapshots, feeds.train, program, saved=saved)
         self.best_state = BestState(self.monitor.kept_by(snapshots), config.resume)
         self.decisions = decisions.opened(mesh, signals, self.checkpointer, self.accounting, config, feeds.train)
-        rank = 0 if mesh is None else mesh.rank
-        self.hooks = call_hooks.opened(config, self.eager, self.state, loop, snapshots, rank=rank)
+        self.hooks = call_hooks.opened(config, self.eager, self.state)
         if not self.is_resumed:
             policy.warn_of_short_average(program, config, feeds.train)
 
