@@ -289,23 +289,6 @@ def test_the_cure_of_a_resumed_run_with_other_rates_is_a_call(tmp_path: Path, ca
     assert_trees_close(optim.hyperparams(changed), optim.hyperparams(other.opt_state), exact=True)
 
 
-def test_histograms_have_the_gradients_of_all_members(caplog: pytest.LogCaptureFixture):
-    one, several, state = ready()
-    found: list[Any] = []
-    with caplog.at_level(logging.WARNING, logger="purestep"):
-        ps.fit(state, LOADERS["train"][:1], several, epochs=1, sinks=[found.append], histograms=1)
-    assert "no gradients" not in caplog.text
-    (shown,) = (event.values for event in found if isinstance(event, ps.events.Histograms))
-    assert one.static is not None
-    assert one.static.made.gradient is not None
-    each = [one.static.made.gradient(ps.member(state, index), LOADERS["train"][0]) for index in range(MEMBERS)]
-    for name in state.params:
-        histogram = shown[f"gradients/{name}"]
-        assert histogram.counts.sum() == state.params[name].numel()
-        squares = sum(float(grads[name].square().sum()) for grads in each)
-        assert histogram.squares == pytest.approx(squares, rel=1e-10)
-
-
 def test_an_ensemble_of_one_member_has_its_columns():
     several = ps.ensemble(program(), 1)
     found = fitted(several, several.init(), monitor="val_loss[best]")

@@ -77,14 +77,6 @@ class FitConfig(BaseModel):
     log_every: fields.AtLeast0 = Field(default=50, examples=[50])
     """Updates between two lines of the log, at least 0. 0: log only at the end of an epoch."""
 
-    histograms: fields.AtLeast0 = Field(default=0, examples=[500])
-    """Updates between two histograms of each parameter's weights, gradients and updates, for sinks that plot them
-    (``ps.sinks.tensorboard``, ``ps.sinks.wandb``) and callbacks: at least 0. 0: none. A recorded update waits for the
-    device, copies the weights, and repeats the forward and backward pass of its batch in eager mode, since a step
-    returns no gradients; under accumulation these are of the last micro-batch of the window. Take a few hundred. Each
-    of several processes then holds the whole weights twice and the whole gradients, also where the state is in pieces,
-    and a pass that fails in one of them ends the run."""
-
     resume: fields.Resume = Field(default="auto", examples=["auto", None])
     """``"auto"``: continue from the newest intact snapshot in the run's directory, if there is one. A path: continue
     from this snapshot, or from the run's newest one if the run started from this path and has snapshots. None: start

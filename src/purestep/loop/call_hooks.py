@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..diagnostics import Recording
-from ..events import Histograms
 from ..snapshot import Snapshots
-from ..types import Program, Tree
+from ..types import Tree
 from .loop_state import Call, LoopState
 
 if TYPE_CHECKING:  # loads pydantic, which takes half as long as the rest of `import purestep`
@@ -26,8 +25,8 @@ class CallHook:
             loop: before the call.
         """
 
-    def after_call(self, state: Tree, call: Call) -> Histograms | None:
-        """After a call of train_step or flush: return an event for sinks and callbacks, or None."""
+    def after_call(self, state: Tree, call: Call) -> None:
+        """After a call of train_step or flush."""
 
     def recording(self) -> tuple[Recording, ...]:
         """Return the calls for `FitResult.recording`."""
@@ -37,22 +36,8 @@ class CallHook:
         """At the end of the run, which may be an error."""
 
 
-def opened(config: FitConfig, program: Program, state: Tree) -> list[CallHook]:
-    """Return the hooks that the settings name, in the order of their calls.
+def opened(config: FitConfig) -> list[CallHook]:
+    """Return the hooks that the settings name."""
+    from .recorder import BatchRecorder  # late: few runs record something
 
-    Args:
-        config: of the run.
-        program: not compiled.
-        state: of the run.
-
-    Raises:
-        ConfigError: histograms of a step that is not that of a program.
-    """
-    from .histograms import histogram_hook  # late: few runs record something
-    from .recorder import BatchRecorder
-
-    found: list[CallHook | None] = [
-        BatchRecorder(config.record) if config.record else None,
-        histogram_hook(config.histograms, program, state),
-    ]
-    return [hook for hook in found if hook is not None]
+    return [BatchRecorder(config.record)] if config.record else []

@@ -203,7 +203,7 @@ class _Run:
         self.checkpointer = Checkpointer(snapshots, feeds.train, program, saved=saved)
         self.best_state = BestState(self.monitor.kept_by(snapshots), config.resume)
         self.decisions = decisions.opened(mesh, signals, self.checkpointer, self.accounting, config, feeds.train)
-        self.hooks = call_hooks.opened(config, self.eager, self.state)
+        self.hooks = call_hooks.opened(config)
         if not self.is_resumed:
             policy.warn_of_short_average(program, config, feeds.train)
 
@@ -371,7 +371,8 @@ class _Run:
 
     def _count(self, call: Call, metrics: Metrics | MetricVector, batch: Any) -> None:
         """Hand the metrics of a call to the accounts and the callbacks, and take in what is due of earlier ones."""
-        recorded = [hook.after_call(self.state, call) for hook in self.hooks]
+        for hook in self.hooks:
+            hook.after_call(self.state, call)
         outputs: dict[str, Any] = {}
         if not isinstance(metrics, MetricVector):  # which has none
             outputs, metrics = handed_out.outputs(metrics), handed_out.measured(metrics)
@@ -380,8 +381,6 @@ class _Run:
             updates = self.loop.updates_at_most
             event = events.StepEnd(self.state, as_dict(metrics), batch, call.epoch, call.batch, updates, outputs)
             self.state, self.loop = self._with_answers(self.state, self.loop, self.callbacks.ask(event))
-        for found in filter(None, recorded):
-            self._dispatch(found)
         self._settle(wait=False)
 
     def _settle(self, *, wait: bool) -> None:
