@@ -14,7 +14,7 @@ import torch
 from . import tree
 from .compile import captured_tensors, plain
 from .data import device_of
-from .diagnostics import purity, recording, repeated
+from .diagnostics import purity, repeated
 from .diagnostics import replay as replay_
 from .errors import ConfigError, Mismatch, NotFound, StepContractError
 from .snapshot import Snapshots
@@ -197,27 +197,23 @@ def record(path: str | Path, state: Tree, batch: Any) -> Path:
     return replay_.write(path, plain(state), batch, {})
 
 
-def replay(
-    path: str | Path | recording.Recording, program: Program, *, like: Tree = None, step: int | None = None
-) -> Replay:
+def replay(path: str | Path, program: Program, *, like: Tree = None) -> Replay:
     """Repeat a recorded step, in eager mode with torch's anomaly detection: the one that a `NonFiniteError` names, or
-    any of the last steps of ``fit(record=n)``.
+    one of `record`.
 
     The file contains no code, so pass the program too. On the same kind of device, with the same versions, the step
-    gives the same bits as in the run, dropout included. The steps of a recording before it are repeated without
-    detection; if the run was compiled, they give the same numbers up to rounding.
+    gives the same bits as in the run, dropout included.
 
     Args:
-        path: the file that the error names, the result of `record`, or a `Recording`.
+        path: the file that the error names, or the result of `record`.
         program: the program of that run, not compiled.
         like: a state of the same structure, if the program has no ``init``.
-        step: the number of the call, one of ``Recording.steps``; None: the last one of the file.
 
     Raises:
         NotFound: the file does not exist.
         Corrupt: the file is damaged.
         Mismatch: the file is from another program or a later version.
-        ConfigError: the program has no ``init``, and ``like`` is None; ``step`` is not recorded.
+        ConfigError: the program has no ``init``, and ``like`` is None.
 
     Example:
         >>> import tempfile, torch, purestep as ps
@@ -230,37 +226,22 @@ def replay(
         >>> replay(path, program).first
         'batch/0: 8 of 8 numbers are not finite'
     """
-    if isinstance(path, recording.Recording):
-        found, notes = path, {}
-    else:
-        if like is None:
-            if program.init is None:
-                raise ConfigError("the program has no init", where="replay", hint="replay(path, program, like=state)")
-            like = program.init()
-        found, notes = recording.read(path, like, device_of(like))
-    if step is not None and step not in found.steps:
-        raise ConfigError(
-            f"step {step} is not recorded: there are {found.steps[0]} to {found.steps[-1]}",
-            where="replay",
-            hint=f"step={found.steps[-1]}",
-        )
-    before = len(found.batches) - 1 if step is None else step - found.first
-    found = replay_.Incident(_through(program, found.state, found.batches[:before]), found.batches[before], notes)
+    if like is None:
+        if program.init is None:
+            raise ConfigError("the program has no init", where="replay", hint="replay(path, program, like=state)")
+        like = program.init()
+    found = replay_.read(path, like, device_of(like))
     again = repeated(program.train_step, found.state, found.batch)
     state, metrics = again.result
     return Replay(state, metrics, again.first, again.module, again.operation, found.notes)
 
 
 class Run(NamedTuple):
-    """A program, a state, and the batches of its next steps, for `first_difference`.
-
-    ``Run(program, *recording)`` is a run that repeats a `Recording`.
-    """
+    """A program, a state, and the batches of its next steps, for `first_difference`."""
 
     program: Program
     state: Tree
     batches: Sequence[Any]
-    first: int = 1  # the number of the first step
 
 
 class Difference(NamedTuple):
@@ -281,7 +262,7 @@ def first_difference(
 
     Two `Run` make their steps side by side, and their states and batches are compared before and after each step. Two
     directories are bisected: of the snapshots that both have, the first one that differs is found with a logarithmic
-    number of reads, if runs that differ stay different. Record the steps in between with ``fit(record=n)``.
+    number of reads, if runs that differ stay different.
 
     Args:
         a: a `Run`, or the directory of a run's snapshots.
@@ -295,7 +276,7 @@ def first_difference(
 
     Raises:
         ConfigError: a directory without ``like``, or a `Run` and a directory.
-        Mismatch: the runs have different numbers of batches, or start at different steps.
+        Mismatch: the runs have different numbers of batches.
         NotFound: the directories have no snapshot of one step in common.
 
     Example:
@@ -318,16 +299,16 @@ def first_difference(
 
 
 def _side_by_side(a: Run, b: Run, rtol: float, atol: float) -> Difference | None:
-    if (len(a.batches), a.first) != (len(b.batches), b.first):
+    if len(a.batches) != len(b.batches):
         raise Mismatch(
-            f"{len(a.batches)} batches from step {a.first}, and {len(b.batches)} from step {b.first}",
+            f"{len(a.batches)} batches, and {len(b.batches)}",
             where="first_difference",
-            hint="pass the same steps of both runs",
+            hint="pass as many of both runs",
         )
     one, two = a.state, b.state
     if found := _sizes({"state": one}, {"state": two}, rtol, atol):
-        return _difference(a.first - 1, None, found)
-    for step, (left, right) in enumerate(zip(a.batches, b.batches, strict=True), a.first):
+        return _difference(0, None, found)
+    for step, (left, right) in enumerate(zip(a.batches, b.batches, strict=True), 1):
         found = {} if left is right else _sizes({"batch": left}, {"batch": right}, rtol, atol)
         if not found:
             one, two = a.program.train_step(one, left)[0], b.program.train_step(two, right)[0]

@@ -26,7 +26,7 @@ from purestep.stopping import EarlyStopping
 FIELDS = {
     *("epochs steps min_epochs min_steps max_time evaluate_every evaluate_on monitor mode early_stopping".split()),
     *("log_every resume compile donate device deterministic cudnn_benchmark tf32 detect_anomaly fast_dev_run".split()),
-    *("overfit_batches limit_batches record progress check_every restore_best".split()),
+    *("overfit_batches limit_batches progress check_every restore_best".split()),
 }
 
 # Every argument in the signature of lightning 2.6.6's Trainer.
@@ -137,7 +137,7 @@ BAD = [
     ({"epochs": 1, "limit_batches": 0}, r"limit_batches=0: must be a number of batches \(an int of at least 1\)"),
     ({"epochs": 1, "limit_batches": 2.0}, r"limit_batches=2\.0: must be a number of batches"),
     ({"epochs": 1, "limit_batches": {"train": 0}}, r"limit_batches leaves no batch to train on"),
-    ({"epochs": 1, "record": True}, r"record=True: must be a whole number"),
+    ({"epochs": 1, "log_every": True}, r"log_every=True: must be a whole number"),
     ({"epochs": 1, "check_every": -1}, r"check_every=-1: must be a whole number of at least 0"),
     ({"epochs": 2**63}, r"epochs=9223372036854775808: must be a whole number of at least 1, or -1 for no limit \(cure"),
     ({"epochs": 1, "device": 2**63}, r"device=9223372036854775808: must be a torch device"),

@@ -131,13 +131,6 @@ class FitConfig(BaseModel):
     their number is known, else of ``len(loader)``. A mapping sets it for each loader; 0 skips an evaluation loader.
     None: all."""
 
-    record: fields.AtLeast0 = Field(default=0, examples=[10])
-    """Debugging: keep copies of the last n batches, and states from which their steps can be repeated, at least 0: two
-    copies of the state and up to 2 n - 1 batches, in memory on their devices. They are ``result.recording``; if an
-    error ends the run, ``error.recording`` and files in ``recording/`` of the snapshots' directory, for
-    `purestep.testing.replay`. A flush, and a callback that returns a state, start a copy of the state too. 0: off. In
-    one process only."""
-
     progress: fields.Flag = True
     """Show a progress bar on a terminal and print plain lines elsewhere. False: print nothing. With ``sinks=[...]``,
     add ``ps.sinks.progress()`` to the list."""

@@ -14,8 +14,6 @@ signals           SIGINT, SIGTERM and SIGUSR1 during a run
 environment       torch's switches during a run
 nonfinite_steps   states that stopped at a number that is not finite
 purity_check      a check of the first calls
-call_hooks        what settings of `fit` record at each call:
-recorder                                             the last batches
 decisions  ranks                                     what is decided between two calls, by one process or several
 evaluate                                             `run_epoch`, `evaluate`
 

@@ -17,7 +17,6 @@ from .. import data, events, files, parallel
 from ..compile import LiveState, MetricVector, as_dict, eager_program, released, set_batch_sizes, states
 from ..diagnostics import purity
 from ..errors import (
-    ConfigError,
     NonFiniteError,
     PurestepError,
     SnapshotError,
@@ -30,7 +29,6 @@ from ..state import views
 from ..types import Metrics, Program, Tree
 from . import (
     accounting,
-    call_hooks,
     decisions,
     environment,
     inputs,
@@ -176,8 +174,6 @@ class _Run:
         mesh: parallel.Mesh | None,
     ) -> None:
         """Take the state and the position of an interrupted run, if there is one, and open the other parts."""
-        if config.record and mesh is not None:
-            raise ConfigError("record keeps the batches of one process alone", where="fit", hint="record=0")
         decisions.check_alike(mesh, lambda: decisions.facts_of(self.state, program, config, feeds))
         self.config, self.feeds, self.callbacks = config, feeds, callbacks
         self.view = inputs.view_to_evaluate(self.state, config)
@@ -203,7 +199,6 @@ class _Run:
         self.checkpointer = Checkpointer(snapshots, feeds.train, program, saved=saved)
         self.best_state = BestState(self.monitor.kept_by(snapshots), config.resume)
         self.decisions = decisions.opened(mesh, signals, self.checkpointer, self.accounting, config, feeds.train)
-        self.hooks = call_hooks.opened(config)
         if not self.is_resumed:
             policy.warn_of_short_average(program, config, feeds.train)
 
@@ -347,8 +342,6 @@ class _Run:
     def _call_step(self, batch: Any) -> None:
         """Call train_step. Nothing is read from the device."""
         loop = self.loop
-        for hook in self.hooks:
-            hook.before_call(self.state, batch, loop)
         self.state, metrics = self.call(self.state, batch, loop)
         self.loop = loop.stepped()
         self._count(
@@ -371,8 +364,6 @@ class _Run:
 
     def _count(self, call: Call, metrics: Metrics | MetricVector, batch: Any) -> None:
         """Hand the metrics of a call to the accounts and the callbacks, and take in what is due of earlier ones."""
-        for hook in self.hooks:
-            hook.after_call(self.state, call)
         outputs: dict[str, Any] = {}
         if not isinstance(metrics, MetricVector):  # which has none
             outputs, metrics = handed_out.outputs(metrics), handed_out.measured(metrics)
@@ -564,10 +555,7 @@ class _Run:
         """Return the result so far."""
         loop, view = self.loop, self.view or "params"
         best, stop = self.monitor.best(loop), loop.stop or "error"
-        recording = tuple(part for hook in self.hooks for part in hook.recording())
-        return FitResult(
-            released(self.state), dict(loop.history), best, loop.epoch, stop, view, self.best_state, recording
-        )
+        return FitResult(released(self.state), dict(loop.history), best, loop.epoch, stop, view, self.best_state)
 
     def _end(self, error: BaseException | None) -> None:
         """Dispatch FitEnd, whatever ended the run."""
@@ -581,8 +569,6 @@ class _Run:
                 nonfinite_steps.write_replay_file(error, self.checkpointer.snapshots)
         if isinstance(error, KeyboardInterrupt | SystemExit) and not self._has_saved and not is_at_once(error):
             vars(error)["result"] = self._result()  # it may have that of a run inside a callback
-        for hook in self.hooks:
-            hook.end(error, self.checkpointer.snapshots)
         result = self._result()
         self.callbacks.end(events.FitEnd(result.state, result.stop_reason, result.history, result.best, error))
         if failed is not None:

@@ -9,7 +9,6 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from .. import stopping
-from ..diagnostics import Recording
 from ..errors import ConfigError
 from ..types import Tree
 
@@ -111,8 +110,6 @@ class FitResult(NamedTuple):
             use the same by default, except after ``evaluate_on="params"`` of a state with an average: pass
             ``view=result.view``.
         read_best: returns `best_state`.
-        recording: with ``record=n``, at least the last n calls, for `purestep.testing.replay`; each part begins with a
-            state.
     """
 
     state: Tree
@@ -122,7 +119,6 @@ class FitResult(NamedTuple):
     stop_reason: str
     view: str = "params"
     read_best: Callable[[], Tree | None] = _no_state
-    recording: tuple[Recording, ...] = ()
 
     @property
     def best_state(self) -> Tree | None:

@@ -1,23 +1,21 @@
-"""``fit(record=n)`` keeps the last batches and repeats any of their steps; `first_difference` names where runs part."""
+"""`first_difference` names where runs part; a halt is not explained by a batch that was written since."""
 
 from __future__ import annotations
 
 import math
-from collections import UserDict
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from helpers import assert_trees_close, tiny_convnet, tiny_mlp, vector_batch
+from helpers import tiny_convnet, tiny_mlp, vector_batch
 from torch import Tensor, nn
 
 import purestep as ps
 from purestep import testing
-from purestep.errors import ConfigError, DataError, Mismatch, NonFiniteError, NotFound
+from purestep.errors import ConfigError, Mismatch, NonFiniteError, NotFound
 from purestep.loop import nonfinite_steps
 
 CROSS_ENTROPY = ps.supervised(nn.CrossEntropyLoss())
@@ -39,23 +37,6 @@ def fit(chosen: ps.Program, loader: Any, **fields: Any) -> ps.FitResult:
     return ps.fit(state, {"train": loader}, chosen, **{"epochs": 1, "progress": False, "device": "cpu", **fields})
 
 
-def states(chosen: ps.Program, loader: Any) -> list[ps.TrainState]:
-    """Before the first call, and after each."""
-    found = [chosen.init(seed=1, device="cpu")]
-    for batch in loader:
-        found.append(chosen.train_step(found[-1], batch)[0])
-    return found
-
-
-class Dropping(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
-
-
 class Refilled:
     """A loader that yields one buffer, which it fills for each batch."""
 
@@ -72,134 +53,7 @@ class Refilled:
             yield tuple(self.buffer)
 
 
-class Failing:
-    """A loader whose worker fails behind n batches."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __iter__(self) -> Any:
-        yield from batches(self.count)
-        raise OSError("the disk is gone")
-
-
-class TestRecord:
-    @pytest.mark.parametrize("size", [1, 3, 100])
-    def test_it_keeps_the_last_batches_with_states(self, size: int):
-        chosen, loader = program(Dropping()), batches(10)
-        parts = fit(chosen, loader, record=size).recording
-        known = states(chosen, loader)
-        assert [step for part in parts for step in part.steps] == list(range(parts[0].first, 11))
-        assert min(size, 10) <= sum(len(part.batches) for part in parts) < 2 * size
-        for part in parts:
-            assert_trees_close(part.state, known[part.first - 1], exact=True)
-            for step in part.steps:
-                found = testing.replay(part, chosen, step=step)
-                assert_trees_close(found.state, known[step], exact=True)
-                assert found.first is None
-
-    def test_nothing_is_kept_by_default(self):
-        assert fit(program(), batches(3)).recording == ()
-
-    def test_a_flush_and_a_new_state_start_a_part(self):
-        def answer(event: Any) -> Any:
-            if isinstance(event, ps.events.StepEnd) and int(event.state.step) == 7:
-                return event.state._replace(params={name: p * 2 for name, p in event.state.params.items()})
-            return None
-
-        chosen = program(accumulate=2)
-        result = fit(chosen, batches(5), epochs=2, record=8, callbacks=[answer])
-        # Calls 6 and 12 are flushes; call 7 only adds to a window, so its state is answered at the end of that window.
-        assert [(part.steps[0], part.steps[-1]) for part in result.recording] == [(1, 5), (7, 11)]
-        last = result.recording[-1]
-        found = testing.replay(last, chosen).state
-        assert_trees_close(chosen.flush(found)[0], result.state, exact=True)
-
-    def test_an_error_writes_files_that_replay_reads(self, tmp_path: Path):
-        chosen = program(Dropping())
-        with pytest.raises(DataError, match="the disk is gone") as caught:
-            fit(chosen, Failing(9), record=4, snapshots=tmp_path)
-        known = states(chosen, batches(9))
-        paths = sorted(tmp_path.glob("recording/*.safetensors"))
-        assert [path.name for path in paths] == ["5-8.safetensors", "9-9.safetensors"]
-        for path in paths:
-            assert any(str(path) in note for note in caught.value.__notes__)
-        for step in (5, 8):
-            assert_trees_close(testing.replay(paths[0], chosen, step=step).state, known[step], exact=True)
-        assert_trees_close(testing.replay(paths[0], chosen).state, known[8], exact=True)
-        assert [part.first for part in caught.value.recording] == [5, 9]
-        with pytest.raises(ConfigError, match="step 9 is not recorded: there are 5 to 8"):
-            testing.replay(paths[0], chosen, step=9)
-
-    def test_a_step_that_is_not_finite_is_among_them(self, tmp_path: Path):
-        chosen = program()
-        with pytest.raises(NonFiniteError) as caught:
-            fit(chosen, batches(8, bad=6), record=4, snapshots=tmp_path)
-        assert caught.value.step == 7
-        path = tmp_path / "recording" / "5-8.safetensors"
-        if not path.exists():  # the host read the metrics before call 8
-            path = tmp_path / "recording" / "5-7.safetensors"
-        assert testing.replay(path, chosen, step=7).first == "batch/0: 1 of 32 numbers are not finite"
-        assert testing.replay(path, chosen, step=6).first is None
-
-    def test_an_error_of_the_step_has_its_batch(self):
-        with pytest.raises(RuntimeError) as caught:
-            fit(program(), [*batches(3), (torch.ones(8, 5), torch.zeros(8, dtype=torch.long))], record=2)
-        assert tuple(caught.value.recording[-1].batches[-1][0].shape) == (8, 5)
-
-    def test_what_cannot_be_written_is_a_warning(self, tmp_path: Path, caplog: pytest.LogCaptureFixture):
-        class Loader(Failing):
-            def __iter__(self) -> Any:
-                for x, y in batches(2):
-                    yield {"x": x, "y": y, "odd": {1, 2}}
-                raise OSError("the disk is gone")
-
-        def objective(model: ps.Model, batch: Any) -> ps.Loss:
-            return ps.Loss(nn.functional.cross_entropy(model(batch["x"]), batch["y"]), 8)
-
-        chosen = ps.program(tiny_mlp(), objective, ps.optim.sgd(0.1))
-        with pytest.raises(DataError, match="the disk is gone"):
-            fit(chosen, Loader(2), record=4, snapshots=tmp_path)
-        assert "calls 1 to 2 were not written down: batch/0/odd: a builtins.set cannot be stored" in caplog.text
-
-    @pytest.mark.compile
-    def test_donated_states_are_copied(self):
-        chosen = program()
-        result = fit(chosen, batches(6), record=2, compile={"backend": "aot_eager"})
-        part = result.recording[0]
-        assert_trees_close(part.state.params, states(chosen, batches(6))[part.first - 1].params, rtol=1e-5, atol=1e-6)
-        step = result.recording[-1].steps[-1]
-        found = testing.replay(result.recording[-1], chosen, step=step).state
-        assert_trees_close(found.params, ps.tree.map(torch.clone, result.state.params), rtol=1e-5, atol=1e-6)
-
-
 class TestRefilledBuffers:
-    def test_recorded_batches_are_copies(self):
-        chosen, loader = program(), batches(6)
-        found = fit(chosen, Refilled(loader), record=3)
-        part = found.recording[-1]
-        for step, batch in zip(part.steps, part.batches, strict=True):
-            assert_trees_close(batch, loader[step - 1], rtol=0, atol=0)
-        again = testing.replay(part, chosen, step=part.steps[-1])
-        assert_trees_close(again.state.params, found.state.params, rtol=0, atol=0)
-
-    def test_copies_keep_their_classes(self):
-        def step(state: Tensor, batch: Any) -> Any:
-            return state + batch.x.sum() + float(batch.more["y"].sum()), {}
-
-        x, y = torch.zeros(2), np.zeros(3)
-
-        def refilled() -> Any:
-            for k in range(4):
-                x.fill_(k)
-                y.fill(k)
-                yield SimpleNamespace(x=x, more=UserDict(y=y))
-
-        found = ps.fit(torch.zeros(()), {"train": refilled()}, ps.Program(step), epochs=1, progress=False, record=4)
-        ((_, kept, _),) = found.recording
-        assert [(type(b).__name__, type(b.more).__name__) for b in kept] == [("SimpleNamespace", "UserDict")] * 4
-        assert [(float(b.x[0]), float(b.more["y"][0])) for b in kept] == [(k, k) for k in range(4)]
-
     @pytest.mark.parametrize("accumulate", [1, 2])
     def test_a_halt_is_not_explained_by_another_batch(self, accumulate: int):
         chosen = program(accumulate=accumulate)
@@ -259,12 +113,12 @@ class TestFirstDifference:
     def test_states_and_batches_that_differ(self):
         chosen, loader = program(), batches(4)
         state = chosen.init(device="cpu")
-        run = testing.Run(chosen, state, loader, 10)
+        run = testing.Run(chosen, state, loader)
         found = testing.first_difference(run, run._replace(state=nudge(state)))
-        assert (found.step, found.after, found.where) == (9, None, "state/params/2.weight")
+        assert (found.step, found.after, found.where) == (0, None, "state/params/2.weight")
         other = [*loader[:2], (loader[2][0] + 1, loader[2][1]), loader[3]]
         found = testing.first_difference(run, run._replace(batches=other))
-        assert (found.step, found.after, found.where, found.size) == (12, 11, "batch/0", pytest.approx(1.0))
+        assert (found.step, found.after, found.where, found.size) == (3, 2, "batch/0", pytest.approx(1.0))
         assert testing.first_difference(run, run) is None
         other = [*loader[:3], (loader[3][0][:4], loader[3][1])]
         assert testing.first_difference(run, run._replace(batches=other)).size == float("inf")
@@ -326,16 +180,6 @@ class TestFirstDifference:
         assert testing.first_difference(left, right, rtol=1e-2) is None
         assert testing.first_difference(left, right, atol=1.0) is None
 
-    def test_runs_of_fit_by_their_recordings(self):
-        """The run with a difference is recorded, and compared with the program without it."""
-        chosen, loader = program(), batches(8)
-        bad = planted(chosen, 6, nudge)
-        state = chosen.init(seed=1, device="cpu")
-        whole = ps.fit(state, {"train": loader}, bad, epochs=1, progress=False, device="cpu", record=8)
-        (part,) = whole.recording
-        found = testing.first_difference(testing.Run(chosen, *part), testing.Run(bad, *part))
-        assert (found.step, found.where) == (6, "state/params/2.weight")
-
     @pytest.mark.parametrize("at", [1, 4])
     def test_directories_are_bisected(self, tmp_path: Path, at: int):
         chosen, loader = program(), batches(6)
@@ -355,7 +199,7 @@ class TestFirstDifference:
     def test_errors(self, tmp_path: Path):
         chosen = program()
         run = testing.Run(chosen, chosen.init(device="cpu"), batches(2))
-        with pytest.raises(Mismatch, match="2 batches from step 1, and 1 from step 1"):
+        with pytest.raises(Mismatch, match="2 batches, and 1"):
             testing.first_difference(run, run._replace(batches=run.batches[:1]))
         with pytest.raises(ConfigError, match="a Run and a directory"):
             testing.first_difference(run, tmp_path)
