@@ -22,7 +22,7 @@ from .types import Metrics, Tree
 @dataclass(frozen=True, slots=True)
 class Stop:
     """Ends the run, as the answer of a callback. From ``FitStart`` nothing is trained; from ``StepEnd`` this update is
-    the last one; from a later event this boundary is the last one.
+    the last one (of several processes, one of the next three); from a later event this boundary is the last one.
 
     Example:
         >>> def at_90_percent(event):

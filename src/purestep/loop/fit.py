@@ -96,8 +96,9 @@ def fit(
     process, and a run may go on with another number of processes. Callbacks run in every process, with its part of the
     state and its share of a batch; if they return a state, they do so in all. Sinks, the log and the directory belong
     to the first process. If one process gets a signal or `Stop`, comes to the end of ``max_time`` or has an error of
-    the writer, or if a snapshot is due by the first one's clock, all act on it together, at the same call. An error in
-    one process ends the others with a RankError, without a snapshot, which would take all of them.
+    the writer, or if a snapshot is due by the first one's clock, all act on it together: at the same call, at most
+    three calls later. An error in one process ends the others with a RankError, without a snapshot, which would take
+    all of them.
 
     Returns:
         `FitResult`: the last state (with ``restore_best=True`` the best one), the history, the best epoch, the number
@@ -270,7 +271,6 @@ class _Run:
             if is_pause:
                 self._save()
             self._boundary(self.loop, list(self.feeds.evaluation), is_pause=is_pause)
-        self._decide(batches)
         self._save()
         self._decide()
         return True
@@ -441,7 +441,7 @@ class _Run:
     def _decide(self, batches: data.Prefetched | None = None) -> None:
         """Take the decisions of this place: raise the writer's error, save a snapshot that is due inside an epoch (at
         its end the boundary saves it), act on a signal."""
-        self.loop = self.decisions.take(self.loop)
+        self.loop = self.decisions.take(self.loop, inside=batches is not None)
         if batches is not None and self.decisions.is_snapshot_due(self.loop) and batches.more():
             self._settle(wait=True)
             self._save()
