@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Generator, Iterator
 from contextlib import closing
-from os import PathLike
 from typing import Any, NamedTuple
 
 from .. import data, optim, tree
@@ -34,31 +32,6 @@ class RateSweep(NamedTuple):
         end = "" if self.diverged is None else f", diverged at {self.diverged:.2e}"
         between = f"{self.rates[0]:.1e} to {self.rates[-1]:.1e}" if self.rates else "none"
         return f"{found}; {len(self.rates)} learning rates, {between}{end}"
-
-    def plot(self, path: str | PathLike[str]) -> None:
-        """Draw the smoothed loss over the learning rate, with the suggestion, into an image file.
-
-        Args:
-            path: its suffix decides the format (``.png``, ``.svg``, ``.pdf``).
-
-        Raises:
-            ConfigError: matplotlib is not installed.
-            OSError: the file cannot be written.
-        """
-        try:
-            figure: Any = importlib.import_module("matplotlib.figure").Figure(figsize=(6.4, 4.0), layout="constrained")
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"plotting needs {error.name}", where="RateSweep.plot", hint="pip install 'purestep[plot]'"
-            ) from error
-        axes = figure.add_subplot()
-        axes.plot(self.rates, self.losses, label="loss (smoothed)")
-        if self.suggestion is not None:
-            axes.axvline(self.suggestion, color="C3", linestyle="--", label=f"steepest fall: {self.suggestion:.2e}")
-        axes.set(xscale="log", xlabel="learning rate", ylabel="training loss", title="Learning rate range test")
-        axes.grid(alpha=0.3)
-        axes.legend()
-        figure.savefig(path, dpi=150)
 
 
 def find_learning_rate(
