@@ -16,8 +16,7 @@ from .compile import captured_tensors, plain
 from .data import device_of
 from .diagnostics import purity, repeated
 from .diagnostics import replay as replay_
-from .errors import ConfigError, Mismatch, NotFound, StepContractError
-from .snapshot import Snapshots
+from .errors import ConfigError, Mismatch, StepContractError
 from .state import is_count
 from .torch_ext import tensor_layout
 from .types import Metrics, Program, Tree
@@ -247,27 +246,21 @@ class Run(NamedTuple):
 class Difference(NamedTuple):
     """The first difference between two runs."""
 
-    step: int  # the first step whose results differ; of two directories: the first snapshot of both that differs
-    after: int | None  # the last step that is known to be equal; None if there is none
+    step: int  # the first step whose results differ, from 1; 0: the states differ before it
     where: str  # the leaf that differs most, "state/params/0.weight", or "batch/0" if the inputs of this step differ
     size: float  # its largest absolute difference; inf if it exists in one run only, or one of two numbers is nan
     leaves: dict[str, float]  # every leaf that differs -> the size, largest first
 
 
-def first_difference(
-    a: Run | str | Path, b: Run | str | Path, *, like: Tree = None, rtol: float = 0.0, atol: float = 0.0
-) -> Difference | None:
+def first_difference(a: Run, b: Run, *, rtol: float = 0.0, atol: float = 0.0) -> Difference | None:
     """Find the first step at which two runs differ: two programs from one state (eager and compiled, before and after
     a change, two versions of a model), or one program on two states or lists of batches.
 
-    Two `Run` make their steps side by side, and their states and batches are compared before and after each step. Two
-    directories are bisected: of the snapshots that both have, the first one that differs is found with a logarithmic
-    number of reads, if runs that differ stay different.
+    The runs make their steps side by side, and their states and batches are compared before and after each step.
 
     Args:
-        a: a `Run`, or the directory of a run's snapshots.
-        b: as ``a``.
-        like: for directories: a state of the same structure, from ``program.init()``.
+        a: a `Run`.
+        b: a `Run` with as many batches.
         rtol: numbers within ``atol + rtol * |b|`` are equal; 0: equal bits (0.0 and -0.0, and nan and nan, are equal).
         atol: see ``rtol``.
 
@@ -275,9 +268,7 @@ def first_difference(
         The first difference, or None.
 
     Raises:
-        ConfigError: a directory without ``like``, or a `Run` and a directory.
         Mismatch: the runs have different numbers of batches.
-        NotFound: the directories have no snapshot of one step in common.
 
     Example:
         >>> import torch, purestep as ps
@@ -289,16 +280,6 @@ def first_difference(
         >>> first_difference(Run(one, state, batches), Run(two, state, batches)).step
         1
     """
-    if isinstance(a, Run) and isinstance(b, Run):
-        return _side_by_side(a, b, rtol, atol)
-    if isinstance(a, Run) or isinstance(b, Run):
-        raise ConfigError("a Run and a directory", where="first_difference", hint="pass two of one kind")
-    if like is None:
-        raise ConfigError("like is None", where="first_difference", hint="like=program.init()")
-    return _bisected(a, b, like, rtol, atol)
-
-
-def _side_by_side(a: Run, b: Run, rtol: float, atol: float) -> Difference | None:
     if len(a.batches) != len(b.batches):
         raise Mismatch(
             f"{len(a.batches)} batches, and {len(b.batches)}",
@@ -306,60 +287,30 @@ def _side_by_side(a: Run, b: Run, rtol: float, atol: float) -> Difference | None
             hint="pass as many of both runs",
         )
     one, two = a.state, b.state
-    if found := _sizes({"state": one}, {"state": two}, rtol, atol):
-        return _difference(0, None, found)
-    for step, (left, right) in enumerate(zip(a.batches, b.batches, strict=True), 1):
+    found, step = _sizes({"state": one}, {"state": two}, rtol, atol), 0
+    for left, right in zip(a.batches, b.batches, strict=True):
+        if found:
+            break
+        step += 1
         found = {} if left is right else _sizes({"batch": left}, {"batch": right}, rtol, atol)
         if not found:
             one, two = a.program.train_step(one, left)[0], b.program.train_step(two, right)[0]
             found = _sizes({"state": one}, {"state": two}, rtol, atol)
-        if found:
-            return _difference(step, step - 1, found)
-    return None
-
-
-def _bisected(a: str | Path, b: str | Path, like: Tree, rtol: float, atol: float) -> Difference | None:
-    with Snapshots(a, writer=False) as one, Snapshots(b, writer=False) as two:
-        common = sorted(set(one.steps()) & set(two.steps()))
-        if not common:
-            raise NotFound(
-                f"no step in common: {one.steps()} and {two.steps()}",
-                where="first_difference",
-                hint="pass Snapshots(..., keep=...) that keeps more of them",
-            )
-
-        def sizes(at: int) -> dict[str, float]:
-            left, right = (each.restore(like, step=common[at]).state for each in (one, two))
-            return _sizes({"state": left}, {"state": right}, rtol, atol)
-
-        low, high = -1, len(common) - 1  # equal, different
-        found = sizes(high)
-        if not found:
-            return None
-        while high - low > 1:
-            middle = (low + high) // 2
-            if sizes_there := sizes(middle):
-                high, found = middle, sizes_there
-            else:
-                low = middle
-        return _difference(common[high], None if low < 0 else common[low], found)
-
-
-def _difference(step: int, after: int | None, sizes: dict[str, float]) -> Difference:
-    leaves = dict(sorted(sizes.items(), key=lambda pair: -pair[1]))
+    if not found:
+        return None
+    leaves = dict(sorted(found.items(), key=lambda pair: -pair[1]))
     where = next(iter(leaves))
-    return Difference(step, after, where, leaves[where], leaves)
+    return Difference(step, where, leaves[where], leaves)
 
 
 def _sizes(a: Tree, b: Tree, rtol: float, atol: float) -> dict[str, float]:
     """The largest absolute difference of each leaf that differs."""
     one, two = (dict(tree.with_paths(plain(tree.dicts(each, where=None)))) for each in (a, b))
-    found: dict[str, float] = {}
-    for path in {**one, **two}:
-        size = _size(one[path], two[path], rtol, atol) if path in one and path in two else math.inf
-        if size:
-            found[path] = size
-    return found
+    sizes = {
+        path: _size(one[path], two[path], rtol, atol) if path in one and path in two else math.inf
+        for path in {**one, **two}
+    }
+    return {path: size for path, size in sizes.items() if size}
 
 
 def _size(a: Any, b: Any, rtol: float, atol: float) -> float:
@@ -368,40 +319,34 @@ def _size(a: Any, b: Any, rtol: float, atol: float) -> float:
         alike = (a.dtype, a.layout, a.is_nested) == (b.dtype, b.layout, b.is_nested)
         if not alike or (not a.is_nested and a.shape != b.shape):  # torch gives every jagged tensor another shape
             return math.inf
-        if tensor_layout.is_dense(a):
-            return _array_size(_array(a), _array(b), rtol, atol)
-        if a.is_quantized:
-            return _size(a.dequantize(), b.dequantize(), rtol, atol)
-        one, two = tensor_layout.dense_parts(a), tensor_layout.dense_parts(b)
-        sizes = [_size(left, right, rtol, atol) for left, right in zip(one, two, strict=False)]
-        return max(sizes, default=0.0) if len(one) == len(two) else math.inf
-    if type(a) is not type(b):
+        if not tensor_layout.is_dense(a) and not a.is_quantized:
+            one, two = tensor_layout.dense_parts(a), tensor_layout.dense_parts(b)
+            sizes = [_size(left, right, rtol, atol) for left, right in zip(one, two, strict=False)]
+            return max(sizes, default=0.0) if len(one) == len(two) else math.inf
+    elif type(a) is not type(b):
         return math.inf
-    if isinstance(a, np.ndarray | np.generic | int | float | complex):
-        one, two = np.asarray(a), np.asarray(b)
-        if one.dtype == two.dtype and one.shape == two.shape and one.dtype.kind in "biufc":
-            return _array_size(one, two, rtol, atol)
-    return 0.0 if np.array_equal(a, b) else math.inf
-
-
-def _array(leaf: torch.Tensor) -> Any:
-    """The numbers as a numpy array, which has fewer dtypes than torch and exact arithmetic for all integers."""
-    wide = torch.complex128 if leaf.is_complex() else torch.float64 if leaf.is_floating_point() else leaf.dtype
-    return leaf.detach().to("cpu", wide).numpy(force=True)
-
-
-def _array_size(one: Any, two: Any, rtol: float, atol: float) -> float:
-    one, two = np.atleast_1d(one, two)
-    left, right = (each.astype(np.result_type(each, np.float64)) for each in (one, two))
+    one, two = _array(a), _array(b)
+    if one.dtype != two.dtype or one.shape != two.shape:
+        return math.inf
+    if one.dtype.kind not in "biufc":
+        return 0.0 if np.array_equal(one, two) else math.inf
+    differs = (one != two) & ~((one != one) & (two != two))
+    wide = np.result_type(one, np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
-        if one.dtype.kind in "biu":
-            high, low = (pick(one, two).astype(np.uint64) for pick in (np.maximum, np.minimum))
-            gap = (high - low).astype(np.float64)  # 0 only for equal numbers: float64 would round large ones first
-        else:
-            gap = np.where((left == right) | (np.isnan(left) & np.isnan(right)), 0.0, abs(left - right))
-            gap[np.isnan(gap)] = math.inf
-        differs = (gap > atol + rtol * abs(right)) | np.isinf(gap)
+        gap = abs(one.astype(wide) - two.astype(wide))
+    gap = np.where(np.isnan(gap), math.inf, np.maximum(gap, 1.0) if one.dtype.kind in "biu" else gap)
+    if rtol or atol:
+        differs &= ~(gap <= atol + rtol * abs(two.astype(wide)))
     return float(gap[differs].max(initial=0.0))
+
+
+def _array(leaf: Any) -> Any:
+    """The numbers as a numpy array, which has fewer dtypes than torch."""
+    if not isinstance(leaf, torch.Tensor):
+        return np.atleast_1d(np.asarray(leaf))
+    leaf = leaf.detach().dequantize() if leaf.is_quantized else leaf.detach()
+    wide = torch.complex128 if leaf.is_complex() else torch.float64 if leaf.is_floating_point() else leaf.dtype
+    return np.atleast_1d(leaf.to("cpu", wide).numpy(force=True))
 
 
 def _through(program: Program, state: Tree, batches: Sequence[Any]) -> Tree:
