@@ -125,8 +125,9 @@ def _figure(runs: list[StoredRun], names: list[str]) -> Any:
                 "dash": _DASHES[at % len(_DASHES)] if several else "solid",
             }
             for trace in _traces(curve, quantity, _text(label), line, runs[curve.run]):
-                figure.add_scatter(**trace, showlegend="customdata" in trace and label not in named, **place)
-                named |= {label} if "customdata" in trace else set()
+                shown = trace["showlegend"] and label not in named
+                figure.add_scatter(**(trace | {"showlegend": shown}), **place)
+                named |= {label} if shown else set()
     scales = [
         {"label": f"{titles[0]}: {kind}", "method": "relayout", "args": [{"yaxis.type": kind}]}
         for kind in ("linear", "log")
@@ -145,9 +146,9 @@ def _figure(runs: list[StoredRun], names: list[str]) -> Any:
 
 def _traces(curve: Curve, quantity: str, label: str, line: dict[str, Any], run: StoredRun) -> list[dict[str, Any]]:
     """The arguments of plotly's ``Scatter``: the curve, a smoothed one over a long one, and a star at the best row."""
-    hover = f"{label}<br>update %{{x}}, epoch %{{customdata:.4g}}: %{{y:.5g}}<extra></extra>"
-    common: dict[str, Any] = {"x": curve.steps, "name": label, "legendgroup": label}
-    whole = common | {"customdata": curve.epochs, "hovertemplate": hover, "line": line}
+    hover = f"{label}<br>update %{{x}}: %{{y:.5g}}<extra></extra>"
+    common: dict[str, Any] = {"x": curve.steps, "name": label, "legendgroup": label, "showlegend": False}
+    whole = common | {"hovertemplate": hover, "line": line, "showlegend": True}
     if len(curve.values) < _SMOOTHED or quantity == "lr":
         found = [whole | {"y": curve.values, "mode": "lines+markers" if len(curve.values) <= 30 else "lines"}]
     else:
