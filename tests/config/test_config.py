@@ -26,7 +26,7 @@ from purestep.stopping import EarlyStopping
 FIELDS = {
     *("epochs steps min_epochs min_steps max_time evaluate_every evaluate_on monitor mode early_stopping".split()),
     *("log_every resume compile donate device deterministic cudnn_benchmark tf32 detect_anomaly fast_dev_run".split()),
-    *("overfit_batches limit_batches progress check_every restore_best".split()),
+    *("overfit_batches limit_batches progress check_every".split()),
 }
 
 # Every argument in the signature of lightning 2.6.6's Trainer.

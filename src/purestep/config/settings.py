@@ -70,10 +70,6 @@ class FitConfig(BaseModel):
     """An `EarlyStopping`, its fields as a mapping, or its patience: consecutive evaluations without improvement
     (epochs, if each is evaluated once), at least 1. None: off."""
 
-    restore_best: fields.Flag = False
-    """Return the state of the best row as ``result.state``, as `FitResult.best_state` does, when the run ends well. The
-    snapshots keep the last state too, from which a longer run continues."""
-
     log_every: fields.AtLeast0 = Field(default=50, examples=[50])
     """Updates between two lines of the log, at least 0. 0: log only at the end of an epoch."""
 

@@ -101,7 +101,7 @@ def fit(
     all of them.
 
     Returns:
-        `FitResult`: the last state (with ``restore_best=True`` the best one), the history, the best epoch, the number
+        `FitResult`: the last state, the history, the best epoch, the number
         of epochs and why it ended; ``result.best_state`` is the state of the best epoch. The module is not written.
 
     Raises:
@@ -560,8 +560,6 @@ class _Run:
     def _end(self, error: BaseException | None) -> None:
         """Dispatch FitEnd, whatever ended the run."""
         self.best_state.end(self.state, self.loop)
-        failed = self._restore_best() if error is None and self.config.restore_best else None
-        error = error or failed
         if isinstance(error, NonFiniteError | StepContractError):
             self.state = nonfinite_steps.before_halt(self.state)
             vars(error)["result"] = self._result()
@@ -571,18 +569,3 @@ class _Run:
             vars(error)["result"] = self._result()  # it may have that of a run inside a callback
         result = self._result()
         self.callbacks.end(events.FitEnd(result.state, result.stop_reason, result.history, result.best, error))
-        if failed is not None:
-            vars(failed)["result"] = result
-            raise failed
-
-    def _restore_best(self) -> SnapshotError | None:
-        """Go back to the best state; return the error if its snapshot cannot be read."""
-        try:
-            best = self.best_state()
-        except SnapshotError as error:
-            return error
-        if best is None:
-            _log.warning("restore_best: there is no best state, so the result has the last one")
-        else:
-            self.state = best
-        return None

@@ -98,8 +98,8 @@ class FitResult(NamedTuple):
     """The result of a run.
 
     Args:
-        state: the last one, or the best one with ``restore_best=True``. The module that the program was built from
-            stays what it was: ``ps.load_into(model, result.state)`` writes into it.
+        state: the last one. The module that the program was built from stays what it was:
+            ``ps.load_into(model, result.state)`` writes into it.
         history: ``"epoch"``, ``"step"`` (updates), ``"train_loss"``, ``"val_loss"``, ``"lr"``, ...: one entry per row.
         best: ``{"epoch", <monitor>, "step"}``. "step" is the name of the snapshot, which counts the calls of this run:
             more than updates if batches are accumulated. None without a monitor.
