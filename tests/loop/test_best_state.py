@@ -1,5 +1,5 @@
-"""The state of the best row comes back: from snapshots, from memory, and into ``result.state``; and the view of a state
-that was scored is the default of all that reads a state.
+"""The state of the best row comes back, from snapshots and from memory; and the view of a state that was scored is the
+default of all that reads a state.
 """
 
 from __future__ import annotations

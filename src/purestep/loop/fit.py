@@ -333,7 +333,7 @@ class _Run:
         if not is_pause:
             self.checkpointer.add_row(loop, row)
         if improved:
-            self.best_state.keep(state, loop)
+            self.best_state.keep(state)
         if improved or loop.stop or limit_reached(self.config, loop) or self.decisions.is_snapshot_due(loop):
             self._save()
 
