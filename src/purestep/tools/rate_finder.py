@@ -7,6 +7,8 @@ from collections.abc import Generator, Iterator
 from contextlib import closing
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from .. import data, optim, tree
 from .. import metrics as metrics_
 from ..errors import ConfigError, DataError, StateError, StepContractError
@@ -184,15 +186,11 @@ def _result(rates: list[float], losses: list[float], diverged: float | None) -> 
     skipped, last = _SKIPPED
     # A short sweep keeps its first points: the gradient needs two.
     first = skipped if len(losses) > 2 * skipped else 0
-    points = range(first, len(losses) - last)
-    # The rates are equidistant on the logarithmic axis, so differences of the losses are slopes up to a factor.
-    slopes = {at: _slope(losses, at, points) for at in points} if len(points) > 1 else {}
-    steepest = min(slopes, key=lambda at: slopes[at], default=None)
-    falls = steepest is not None and slopes[steepest] < 0
-    return RateSweep(rates, losses, rates[steepest] if steepest is not None and falls else None, diverged)
-
-
-def _slope(losses: list[float], at: int, points: range) -> float:
-    """Central difference, one-sided at both ends, as `numpy.gradient`."""
-    left, right = max(at - 1, points[0]), min(at + 1, points[-1])
-    return (losses[right] - losses[left]) / (right - left)
+    points = losses[first : len(losses) - last]
+    suggestion = None
+    if len(points) > 1:
+        # The rates are equidistant on the logarithmic axis, so differences of the losses are slopes up to a factor.
+        slopes = np.gradient(points)
+        steepest = int(slopes.argmin())
+        suggestion = rates[first + steepest] if slopes[steepest] < 0 else None
+    return RateSweep(rates, losses, suggestion, diverged)
