@@ -190,7 +190,7 @@ class _Run:
         self.program = program = train_call.ready_program(program, self.state, config)
         set_batch_sizes(program, sizes)
         self.members = program.static.members if program.static is not None else 0
-        self.call = train_call.train_call(self.eager, program, self.state, config)
+        self.call = train_call.TrainCall(self.eager, program, self.state, config)
         if snapshots is not None and self.monitor.metric is not None:
             snapshots.track(self.monitor.metric, mode=self.monitor.mode)
         decisions.check_alike(mesh, lambda: decisions.place_of(loop))
