@@ -1,11 +1,11 @@
 """The decisions between two calls: of a run of one process, and those that several processes take together.
 
 A signal, the end of `max_time`, a snapshot that is due by the clock, an error of the writer and a callback's `Stop` may
-reach one process only. At each boundary, and at every `EVERY`-th call of the step or batch of an evaluation between two
-of them, the processes exchange a few integers over the host group; each waits for the others, and all act on the
-largest of each number at that place. An exchange takes some tenths of a millisecond on one host (0.45 ms for two
-processes on two busy cores) and waits for no device. Limits and snapshots that are counted in updates or epochs follow
-from `LoopState`, which is the same everywhere: they need no exchange, and are not late.
+reach one process only. At each boundary, before each snapshot, and at every `EVERY`-th call of the step or batch of an
+evaluation between them, the processes exchange a few integers over the host group; each waits for the others, and all
+act on the largest of each number at that place. An exchange takes some tenths of a millisecond on one host (0.45 ms for
+two processes on two busy cores) and waits for no device. Limits and snapshots that are counted in updates or epochs
+follow from `LoopState`, which is the same everywhere: they need no exchange, and are not late.
 """
 
 from __future__ import annotations
@@ -168,9 +168,11 @@ class JointDecisions(Decisions):
         return bool(self._joint.over)
 
     def is_snapshot_due(self, loop: LoopState) -> bool:
-        names = self._checkpointer.due(loop)
         by_clock = self._joint.snapshot and not self._checkpointer.is_saved(loop)
-        return bool(by_clock) or any(name != "every_seconds" for name in names)
+        return bool(by_clock) or self._is_due_by_count(loop)
+
+    def _is_due_by_count(self, loop: LoopState) -> bool:
+        return any(name != "every_seconds" for name in self._checkpointer.due(loop))
 
     def stop(self, loop: LoopState, reason: str) -> LoopState:
         self._stop = self._stop or reason
@@ -180,14 +182,14 @@ class JointDecisions(Decisions):
         self._answers += 1
 
     def take(self, loop: LoopState, *, inside: bool = False) -> LoopState:
-        """As `Decisions.take`: a collective, at every `EVERY`-th call inside an epoch.
+        """As `Decisions.take`: a collective; inside an epoch at every `EVERY`-th call and before a snapshot.
 
         Raises:
             WriteFailed: the writer has failed, in every process.
             RankError: the processes are at different places in the data, or callbacks returned states in some of them.
         """
         self._loop = loop
-        if inside and loop.calls % EVERY:
+        if inside and loop.calls % EVERY and not self._is_due_by_count(loop):
             self._joint = self._joint._replace(snapshot=0)  # it was saved at the place of the exchange
             return loop
         self._exchange()
