@@ -64,19 +64,3 @@ def _thinned(*columns: list[float]) -> list[list[float]]:
     edges = np.linspace(0, count, MOST_POINTS + 1).astype(int)[:-1]
     sizes = np.diff([*edges, count])
     return [[float(f"{mean:.7g}") for mean in np.add.reduceat(np.asarray(c), edges) / sizes] for c in columns]
-
-
-def smoothed(values: list[float]) -> list[float]:
-    """An exponential moving average over a twentieth of the curve, without the pull of its start.
-
-    Example:
-        >>> smoothed([2.0] * 3)
-        [2.0, 2.0, 2.0]
-    """
-    decay = 1.0 - 2.0 / (max(len(values) / 20, 3.0) + 1.0)
-    total = weight = 0.0
-    found: list[float] = []
-    for value in values:
-        total, weight = decay * total + (1.0 - decay) * value, decay * weight + (1.0 - decay)
-        found.append(float(f"{total / weight:.7g}"))
-    return found

@@ -14,14 +14,13 @@ from typing import Any
 
 from ..errors import ConfigError, printable
 from ..files import write_bytes
-from .curves import Curve, quantities, smoothed
+from .curves import Curve, quantities
 from .run_files import StoredRun, age, bytes_text, finite, number_text, when
 
 _COLUMNS = 2  # of charts
 _HEIGHT = 320  # of a chart, with the gap below
 _GAP = 85  # between two rows of charts: numbers and title of an axis, title of the next chart
 _TOP, _BOTTOM = 130, 60  # margins
-_SMOOTHED = 25  # points from which a curve gets a smoothed one
 _COLORS = ("#2a78d6", "#e07b00", "#1a9b6c", "#b04fc4", "#d03f4f", "#7a6ff0", "#8a7a00", "#0f97b3")
 _DASHES = ("solid", "dot", "dash", "dashdot", "longdash")
 _TITLES = {
@@ -145,15 +144,12 @@ def _figure(runs: list[StoredRun], names: list[str]) -> Any:
 
 
 def _traces(curve: Curve, quantity: str, label: str, line: dict[str, Any], run: StoredRun) -> list[dict[str, Any]]:
-    """The arguments of plotly's ``Scatter``: the curve, a smoothed one over a long one, and a star at the best row."""
+    """The arguments of plotly's ``Scatter``: the curve, and a star at the best row."""
     hover = f"{label}<br>update %{{x}}: %{{y:.5g}}<extra></extra>"
     common: dict[str, Any] = {"x": curve.steps, "name": label, "legendgroup": label, "showlegend": False}
-    whole = common | {"hovertemplate": hover, "line": line, "showlegend": True}
-    if len(curve.values) < _SMOOTHED or quantity == "lr":
-        found = [whole | {"y": curve.values, "mode": "lines+markers" if len(curve.values) <= 30 else "lines"}]
-    else:
-        faint = {"mode": "lines", "line": {"color": line["color"], "width": 1}, "opacity": 0.45, "hoverinfo": "skip"}
-        found = [common | faint | {"y": curve.values}, whole | {"y": smoothed(curve.values), "mode": "lines"}]
+    mode = "lines+markers" if len(curve.values) <= 30 else "lines"
+    whole = {"y": curve.values, "mode": mode, "hovertemplate": hover, "line": line, "showlegend": True}
+    found = [common | whole]
     metric = f"{curve.loader}_{quantity}" if curve.loader else quantity
     if run.best is not None and run.monitor is not None and run.monitor[0] == metric:
         row = run.history[run.best]
