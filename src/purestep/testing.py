@@ -17,7 +17,6 @@ from .data import device_of
 from .diagnostics import purity, repeated
 from .diagnostics import replay as replay_
 from .errors import ConfigError, Mismatch, StepContractError
-from .state import is_count
 from .torch_ext import tensor_layout
 from .types import Metrics, Program, Tree
 
@@ -62,41 +61,6 @@ def _reported() -> Generator[None]:
         yield
     except purity.Impure as found:
         raise StepContractError(found.what, where=found.where, hint=found.hint) from None
-
-
-def assert_resumes(program: Program, state: Tree, batches: Sequence[Any], *, at: int | None = None) -> None:
-    """Assert that a run that stops, copies the state and continues ends in the same bits as an uninterrupted run.
-
-    It writes no snapshot and opens no loader. To test `fit`, end it inside an epoch by a callback that returns `Stop`
-    at an `events.StepEnd`, call it again without the callback, and compare the state with that of a whole run.
-
-    Args:
-        program: the program whose ``train_step`` is checked.
-        state: the initial state.
-        batches: at least two batches.
-        at: the number of batches before the break, at most all; by default half of them.
-
-    Raises:
-        StepContractError: a leaf differs; the message names the first one.
-        ConfigError: there are less than two batches, or ``at`` is out of range.
-
-    Example:
-        >>> import torch, purestep as ps
-        >>> program = ps.program(torch.nn.Linear(2, 1), ps.supervised(torch.nn.MSELoss()), ps.optim.adam(0.1))
-        >>> assert_resumes(program, program.init(), [(torch.randn(4, 2), torch.randn(4, 1)) for _ in range(4)])
-    """
-    cut = len(batches) // 2 if at is None else at
-    if len(batches) < 2:
-        hint = "pass at least two batches, for a step before the break and one after it"
-        raise ConfigError(f"the number of batches is {len(batches)}", where="assert_resumes", hint=hint)
-    if not is_count(cut) or cut > len(batches):
-        what, hint = f"at={at!r} must be an int of at most {len(batches)}, the batches", f"at={len(batches) // 2}"
-        raise ConfigError(what, where="assert_resumes", hint=hint)
-    whole = _through(program, state, batches)
-    half = tree.clone(_through(program, state, batches[:cut]))
-    rest = _through(program, half, batches[cut:])
-    with _reported():
-        purity.check_repeated((whole, {}), (rest, {}))
 
 
 def assert_accumulates(program: Program, whole: Program, batch: Tree, parts: Sequence[Tree], *, rtol: float) -> None:
