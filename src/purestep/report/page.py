@@ -12,10 +12,12 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from rich.filesize import decimal
+
 from ..errors import ConfigError, printable
 from ..files import write_bytes
 from .curves import Curve, quantities
-from .run_files import StoredRun, age, bytes_text, finite, number_text, when
+from .run_files import StoredRun, age, finite, number_text, when
 
 _COLUMNS = 2  # of charts
 _HEIGHT = 320  # of a chart, with the gap below
@@ -173,7 +175,7 @@ def _facts(run: StoredRun) -> dict[str, str]:
         facts["last"] = f"epoch {run.history[-1].get('epoch')}, step {run.history[-1].get('step')}"
     if run.newest is not None:
         facts["newest snapshot"] = f"{run.newest.step}, {age(run.newest.saved)}"
-    facts["size"] = bytes_text(run.size)
+    facts["size"] = decimal(run.size)
     if run.problems:
         facts["problems"] = "; ".join(run.problems)
     if run.set_aside:
@@ -210,7 +212,7 @@ def _snapshots(run: StoredRun, name: str) -> str:
         if summary.problem is not None:
             cells += ["damaged", summary.problem]
         else:
-            cells += [when(summary.saved), bytes_text(summary.size)]
+            cells += [when(summary.saved), decimal(summary.size)]
             cells += [number_text(summary.metrics.get(metric)) for metric in ("epoch", *shown)]
         rows.append((bool(marks), cells))
     return _table(f"Snapshots of {name}", ["snapshot", "saved", "size", "epoch", *shown], rows)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -45,6 +44,7 @@ class ModelSummary(NamedTuple):
         with random_state.scoped(0):  # the import of rich draws a random number
             from rich.box import SIMPLE
             from rich.console import Console
+            from rich.filesize import decimal
             from rich.table import Table
 
         table = Table(box=SIMPLE, show_edge=False, pad_edge=False, show_footer=True, padding=(0, 1, 0, 0))
@@ -57,10 +57,10 @@ class ModelSummary(NamedTuple):
         console = Console(file=io.StringIO(), width=_WIDTH, markup=False, highlight=False)
         with console.capture() as text:
             console.print(table)
-        sizes = f"parameters {_bytes(self.parameter_bytes)}, state {_bytes(self.state_bytes)}"
+        sizes = f"parameters {decimal(self.parameter_bytes)}, state {decimal(self.state_bytes)}"
         notes = [f"buffers {self.buffers:,}, {sizes}"]
         if self.forward_flops is not None and self.step_flops is not None:
-            notes.append(f"FLOPs a batch: forward {_flops(self.forward_flops)}, train step {_flops(self.step_flops)}")
+            notes.append(f"FLOPs a batch: forward {self.forward_flops:,}, train step {self.step_flops:,}")
         return "\n".join([*map(str.rstrip, text.get().splitlines()), *notes])
 
 
@@ -95,7 +95,7 @@ def summary(program: Program, state: TrainState, batch: Any = None) -> ModelSumm
         2       1x8, 1        9       0
         ───────────────────────────────
         total                49       0
-        buffers 0, parameters 196 B, state 680 B
+        buffers 0, parameters 196 bytes, state 680 bytes
         FLOPs a batch: forward 160, train step 352
     """
     value: Any = state
@@ -164,16 +164,3 @@ def _counted(program: Program, state: TrainState, batch: Any) -> tuple[int, int]
 
 def _shapes(row: ModuleRow) -> str:
     return ", ".join("x".join(map(str, shape)) or "scalar" for shape in row.shapes.values())
-
-
-def _flops(count: int) -> str:
-    return _scaled(float(count), 1000, ("", "K", "M", "G", "T", "P"))
-
-
-def _bytes(count: int) -> str:
-    return _scaled(float(count), 1024, (" B", " KiB", " MiB", " GiB", " TiB"))
-
-
-def _scaled(value: float, base: int, units: tuple[str, ...]) -> str:
-    power = min(int(math.log(value, base)) if value >= 1 else 0, len(units) - 1)
-    return f"{value / base**power:.4g}{units[power]}" if power else f"{value:.0f}{units[0]}"
