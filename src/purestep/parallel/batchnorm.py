@@ -1,10 +1,8 @@
-"""Batch normalization with the statistics of all processes' rows, and the pass that runs, which it reads."""
+"""Batch normalization with the statistics of all processes' rows."""
 
 from __future__ import annotations
 
 import types
-from collections.abc import Generator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,31 +10,9 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError
 from ..torch_ext import tracing
-from . import collectives
+from . import collectives, passes
 
 _FORWARDS = {kind.forward for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)}
-
-
-class Pass:
-    """One forward and backward pass."""
-
-    def __init__(self, counts: Tensor | None) -> None:
-        self.counts = counts  # shape=(): 0 if the rows only stand in for an empty share; None: they count
-        self.weight: Tensor | None = None  # shape=(): of the loss; set at the end of the forward pass
-
-
-_running: list[Pass] = []  # not by thread: on CUDA another thread runs the backward pass
-
-
-@contextmanager
-def running(counts: Tensor | None) -> Generator[Pass]:
-    """A pass in which synchronized layers know the rows that count, and the weight of the loss."""
-    one = Pass(counts)
-    _running.append(one)
-    try:
-        yield one
-    finally:
-        _running.remove(one)
 
 
 def trained(module: nn.Module) -> list[str]:
@@ -69,7 +45,8 @@ def _forward(layer: Any, x: Tensor) -> Tensor:
     """`F.batch_norm` in train mode, over the rows of all processes that count. (N, C, ...) -> the same."""
     if x.dim() < 2:
         raise ValueError(f"{type(layer).__name__} expects (N, C, ...), not {list(x.shape)}")
-    current = _running[-1] if _running else Pass(None)
+    current = passes.current()
+    passes.meet(f"the statistics of a {type(layer).__name__}")
     values = x.double() if x.dtype == torch.float64 else x.float()
     mean, variance, count = _statistics(values, current.counts)
     if x.numel() == x.shape[1]:
@@ -128,14 +105,14 @@ def _track(layer: Any, mean: Tensor, variance: Tensor, count: Tensor) -> None:
         running.copy_((1 - factor) * running + factor * found.to(running.dtype))
 
 
-def _of_counted(value: Tensor, current: Pass) -> Tensor:
+def _of_counted(value: Tensor, current: passes.Pass) -> Tensor:
     """The value. A loss of weight 0 is 0/0: its gradient, which would reach all processes, is dropped."""
     return _Counted.apply(value, current)  # pyright: ignore[reportReturnType]
 
 
 class _Counted(torch.autograd.Function):
     @staticmethod
-    def forward(value: Tensor, current: Pass) -> Tensor:
+    def forward(value: Tensor, current: passes.Pass) -> Tensor:
         return value.view_as(value)
 
     @staticmethod

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from ..errors import ConfigError, StepContractError
 from ..model import functional
 from ..types import Params
-from . import placement
+from . import passes, placement
 from .placement import Leaf
 
 _WHERE = "distribute"
@@ -24,6 +24,7 @@ _UNIT = "_purestep_unit"
 class Unit(NamedTuple):
     """Facts of a block with which it gathers its parameters."""
 
+    name: str
     leaves: tuple[tuple[str, Leaf], ...]  # (name in the block, leaf as one process of the axis "tensor" has it)
     width: int
     wrapped: Callable[[Params], Params]  # parameters by their names in the model -> as DTensors, under tensor parallel
@@ -145,6 +146,7 @@ def _forward(block: Any, *args: Any, **kwargs: Any) -> Any:
     pieces: list[Tensor] = [operator.attrgetter(name)(block) for name, _ in unit.leaves]
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        passes.meet(f"the parameters of {unit.name}")
         whole = placement.all_gathered(
             [(leaf, piece) for (_, leaf), piece in zip(unit.leaves, pieces, strict=True)],
             unit.width,
