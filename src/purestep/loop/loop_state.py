@@ -163,10 +163,11 @@ def to_json(loop: LoopState) -> dict[str, Any]:
 
 def from_json(stored: Mapping[str, Any], history: Mapping[str, list[Cell]] | None) -> LoopState:
     """Invert `to_json`. Unknown fields of a later version are ignored; missing ones keep their defaults."""
-    known = {name: value for name, value in stored.items() if name in LoopState._fields}
+    known: dict[str, Any] = {name: value for name, value in stored.items() if name in LoopState._fields}
     known |= {name: _decoded(known[name]) for name in _NUMBERS if name in known}
     best = {name: value for name, value in known["best"].items() if name in stopping.Record._fields}
-    return LoopState(**known | {"history": history or {}, "best": stopping.Record(**best)})
+    known |= {"history": history or {}, "best": stopping.Record(**best)}
+    return LoopState(**known)
 
 
 def with_row(history: Mapping[str, list[Cell]], row: Mapping[str, Cell]) -> dict[str, list[Cell]]:
