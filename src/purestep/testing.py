@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from . import tree
-from .compile import captured_tensors, plain
+from .compile import plain
 from .data import device_of
 from .diagnostics import purity, repeated
 from .diagnostics import replay as replay_
@@ -25,8 +25,8 @@ def assert_pure(step: Callable[..., Any], state: Tree, batch: Any, *context: Any
     """Assert that a step is a pure function of its arguments.
 
     Calls the step twice with the same state and batch. Both results must have the same bits. The step must not change
-    the state, the batch, tensors that the objective captures (of a module in its closure, or in a list or an object
-    there), or the global generators of torch, numpy and Python. The new state must keep structure, shapes, dtypes and
+    the state, the batch, other tensors that were there before (of a teacher in the objective's closure), or the global
+    generators of torch, numpy and Python. The new state must keep structure, shapes, dtypes and
     devices, its tensors must have no autograd graph, and the step must keep no tensor alive between calls.
     `fit` makes the same checks at the first steps of a run.
 
@@ -49,7 +49,7 @@ def assert_pure(step: Callable[..., Any], state: Tree, batch: Any, *context: Any
         Traceback (most recent call last):
         purestep.errors.StepContractError: state: the second call with the same state and batch returns ...
     """
-    parts = {"state": state, "batch": batch, "context": context, "closure": captured_tensors(step)}
+    parts = {"state": state, "batch": batch, "context": context}
     with _reported():
         purity.observe(lambda: _pair(step(state, batch, *context)), parts)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -85,6 +87,34 @@ def test_in_a_directory_that_others_cannot_enter_a_umask_of_a_group_is_no_matter
     (cache / "ab").chmod(0o775)
     cache.chmod(0o700)
     assert code_directory.directory(whole=True) == cache
+
+
+def test_the_cure_for_a_umask_of_a_group_lasts(cache: Path, caplog: pytest.LogCaptureFixture):
+    """Torch writes more into the directory, by the umask."""
+    cache.chmod(0o775)
+    with caplog.at_level(logging.WARNING, "purestep"):
+        assert code_directory.directory(whole=True) != cache
+    (command,) = re.findall(r"or (chmod -R \S+ \S+) if you trust", caplog.text)
+    for _ in range(2):
+        subprocess.run(command.split(), check=True)
+        code_directory._chosen.cache_clear()  # as in the next process
+        os.environ[VARIABLE] = str(cache)
+        (cache / "more").mkdir(exist_ok=True)
+        (cache / "more").chmod(0o775)
+        assert code_directory.directory(whole=True) == cache
+
+
+def test_a_part_that_cannot_be_searched_is_a_reason(cache: Path, monkeypatch: pytest.MonkeyPatch):
+    (cache / "part").mkdir()
+    true = os.scandir
+
+    def denied(path: object):
+        if Path(str(path)).name == "part":
+            raise PermissionError(13, "Permission denied")
+        return true(path)
+
+    monkeypatch.setattr(os, "scandir", denied)
+    assert code_directory.directory(whole=True) != cache
 
 
 def test_a_private_directory_that_others_have_taken_is_not_used(cache: Path, monkeypatch: pytest.MonkeyPatch):

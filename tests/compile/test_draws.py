@@ -20,6 +20,7 @@ import purestep as ps
 from purestep.compile import lower
 from purestep.compile.cpu import backend as backend_
 from purestep.compile.cpu import graph_key
+from purestep.errors import StepContractError
 from purestep.torch_ext import draws
 
 pytestmark = pytest.mark.compile
@@ -458,3 +459,24 @@ def test_a_precision_of_the_program_keeps_inductors_way_with_casts(
     with pytest.raises(Enough):
         step(program.init(), (torch.randn(4, 3, 8), torch.randn(4, 3, 2)))
     assert seen == [False]
+
+
+def test_a_distribution_that_looks_at_its_arguments_is_refused_with_the_cure_that_works() -> None:
+    def objective(checks: bool | None) -> Any:
+        def compute(model: Any, x: torch.Tensor) -> ps.Loss:
+            drawn = torch.distributions.Normal(model(x), 1.0, validate_args=checks).rsample()
+            return ps.Loss(drawn.square().mean(), len(x))
+
+        return compute
+
+    for checks in (None, False):
+        program = ps.program(torch.nn.Linear(4, 3), objective(checks), ps.optim.sgd(0.1))
+        step = ps.compile_step(program.train_step, backend="aot_eager")
+        if checks is None:
+            with pytest.raises(StepContractError, match=r"reads the value .*cure: pass validate_args=False"):
+                step(program.init(), torch.rand(8, 4))
+            continue
+        eager, compiled = (
+            f(program.init(), torch.rand(8, 4).fill_(0.5))[1]["loss"] for f in (program.train_step, step)
+        )
+        assert float(eager) == pytest.approx(float(compiled), rel=1e-6)

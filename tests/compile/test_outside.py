@@ -19,6 +19,7 @@ from torch.nn import functional
 
 import purestep as ps
 from purestep import events
+from purestep.compile import Uncaptured
 from purestep.compile.cpu import backend as backend_
 from purestep.errors import StepContractError
 from purestep.types import Program
@@ -358,6 +359,66 @@ def test_a_step_that_writes_them_is_refused(how: str, backend: str) -> None:
         ps.compile_step(program.train_step, backend=backend)(program.init(), X)
     assert_trees_close(dict(teacher.state_dict()), dict(before), exact=True)
     assert count.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("how", ["a number", "a branch", "of a view"])
+def test_a_step_that_reads_the_value_of_one_is_refused(how: str) -> None:
+    """A graph would hold the number of the first call."""
+    scale = torch.tensor([2.0])
+
+    def objective(model: Any, x: Tensor) -> ps.Loss:
+        factor = 1.0 if how == "a branch" and scale else float(scale[0] if how == "of a view" else scale)
+        return ps.Loss(factor * model(x).square().mean(), x.shape[0], {})
+
+    program = ps.program(nn.Linear(4, 3), objective, ps.optim.sgd(0.1))
+    program.train_step(program.init(), X)
+    with pytest.raises(Uncaptured, match=r"test_outside\.py:\d+: the step reads the value of a tensor"):
+        ps.compile_step(program.train_step, backend="aot_eager")(program.init(), X)
+
+
+class Remembers(nn.Linear):
+    """Assigns where others write in place."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 3)
+        self.register_buffer("calls", torch.zeros(()))
+        self.mean = torch.zeros(3)
+
+    def forward(self, input: Tensor) -> Tensor:
+        found = super().forward(input)
+        self.calls = self.calls + 1
+        self.mean = 0.9 * self.mean + 0.1 * found.detach().mean(0)
+        return found - self.mean
+
+
+def test_a_step_that_stores_a_tensor_beside_the_state_is_refused_and_leaves_what_was_there() -> None:
+    teacher, seen = Remembers(), dict[str, Tensor]()
+
+    def objective(model: Any, x: Tensor) -> ps.Loss:
+        with torch.no_grad():
+            wanted = teacher(x)
+        return ps.Loss(functional.mse_loss(model(x), wanted), x.shape[0], {})
+
+    def storing(model: Any, x: Tensor) -> ps.Loss:
+        seen["last"] = model(x)
+        return ps.Loss(seen["last"].square().mean(), x.shape[0], {})
+
+    for each, place in ((objective, r"teacher\.calls"), (storing, r"seen\['last'\]")):
+        program = ps.program(nn.Linear(4, 3), each, ps.optim.sgd(0.1))
+        step = ps.compile_step(program.train_step, backend="aot_eager")
+        for _ in range(2):
+            with pytest.raises(Uncaptured, match=rf"{place}: the step stores a tensor here"):
+                step(program.init(), X)
+    assert type(teacher.calls) is Tensor
+    assert teacher.calls.item() == 0
+
+
+def test_a_model_that_assigns_a_tensor_that_is_no_buffer_is_refused() -> None:
+    program = ps.program(Remembers(), lambda model, x: ps.Loss(model(x).square().mean(), 8, {}), ps.optim.sgd(0.1))
+    with pytest.raises(
+        StepContractError, match=r"^mean: the forward pass assigns another tensor.*register_buffer\('mean'"
+    ):
+        ps.compile_step(program.train_step, backend="aot_eager")(program.init(), X)
 
 
 @pytest.mark.slow

@@ -524,3 +524,25 @@ def test_settings_that_do_not_fit():
     for kind, told, call in refused:
         with pytest.raises(kind, match=told):
             call()
+
+
+@pytest.mark.parametrize(
+    ("touch", "told"),
+    [
+        (lambda seen, x: seen.add_(1), r"it writes a tensor that is not in the state.*cure: call \.eval\(\)"),
+        (
+            lambda seen, x: torch.empty(3).normal_(),
+            r"random numbers that belongs to no member \(cure: call torch\.rand",
+        ),
+    ],
+)
+def test_what_vmap_cannot_write_is_told_with_a_cure(touch: Any, told: str) -> None:
+    seen = torch.zeros(())
+
+    def objective(model: Any, x: Tensor) -> ps.Loss:
+        touch(seen, x)
+        return ps.Loss(model(x).square().mean(), len(x))
+
+    program = ps.ensemble(ps.program(torch.nn.Linear(4, 3), objective, ps.optim.sgd(0.1)), 2)
+    with pytest.raises(StepContractError, match=rf"test_ensemble\.py:\d+.*{told}"):
+        program.train_step(program.init(seeds=[0, 1]), torch.rand(8, 4))

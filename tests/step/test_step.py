@@ -1633,6 +1633,37 @@ def test_tensors_of_others_are_refused_under_torch_func(how: str):
         chosen.train_step(init(chosen), vector_batch())
 
 
+@pytest.mark.parametrize("how", ["func", "ensemble"])
+def test_a_term_of_others_alone_is_said_under_torch_func_too(how: str):
+    """No gradient of the model depends on it."""
+    weight = nn.Parameter(torch.zeros(3, 3))
+
+    def objective(model: Any, batch: Any) -> ps.Loss:
+        return ps.Loss(nn.functional.cross_entropy(model(batch[0]), batch[1]) + weight.sum(), len(batch[1]))
+
+    chosen = program(objective=objective, engine="func" if how == "func" else "auto")
+    chosen = ps.ensemble(chosen, 2) if how == "ensemble" else chosen
+    state = init(chosen)
+    with pytest.warns(UserWarning, match=r"depends on 1 tensors in the objective's closure.*\[3, 3\]"):
+        state, _ = chosen.train_step(state, vector_batch())
+    for _ in range(2):
+        state, _ = chosen.train_step(state, vector_batch())
+    weight.requires_grad_(False)
+    chosen.train_step(init(chosen), vector_batch())
+
+
+def test_a_batch_that_requires_a_gradient_is_no_tensor_of_others_in_its_parts_either():
+    def objective(model: Any, x: Tensor) -> ps.Loss:
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return ps.Loss(slope.square().mean() + x.mean(), len(x))
+
+    for parts in (1, 2):
+        chosen = program(objective=objective, microbatches=parts)
+        x = vector_batch()[0].requires_grad_()
+        for _ in range(3):
+            chosen.train_step(init(chosen), x)  # a warning would be an error
+
+
 def test_tensors_that_the_objective_creates_are_not_those_of_others():
     """A gradient penalty."""
 

@@ -183,6 +183,12 @@ def refused(where: str, error: Exception, cure: str) -> StepContractError | None
         cure += "Face's models); its weights have the same names"
     elif "doesn't have storage" in text:  # said of a mapped tensor
         found = "an operation needs a tensor's own memory (as of packed sequences)"
+    elif "mutate a captured Tensor" in text:
+        found = "it writes a tensor that is not in the state, as BatchNorm does in train mode"
+        cure = "call .eval() on the module that holds it, or hold it in a buffer of the model"
+    elif "inplace randomness" in text:
+        found = "it fills a tensor with random numbers that belongs to no member"
+        cure = "call torch.rand, torch.randn or rand_like(x), not x.normal_()"
     elif not any(word in text for word in ("vmap", "functorch", "atching rule", "setup_context", "torch.func")):
         return None
     elif ".item()" in found:

@@ -7,7 +7,7 @@
     graphs            the graphs of one step; chooses one by structure, shapes and torch's settings
     guards            the comparison of inputs with those of a graph
     contract          checks of what a step returns
-    outside           tensors that a step reads besides its arguments, as inputs of its graph
+    outside           tensors that a step reads besides its arguments, as inputs of its graph; those that it writes
     captured_values   values that a step reads besides its arguments, as parts of the key of a graph
     capture           from Python to a graph, a trace on fake tensors, and from it to code
     backends          plug-ins for devices (`cpu`, `cuda`), and the settings of inductor's public entry
@@ -40,7 +40,6 @@ from .as_settings import eager_program as eager_program
 from .as_settings import prepared as prepared
 from .as_settings import set_batch_sizes as set_batch_sizes
 from .capture import Uncaptured as Uncaptured
-from .captured_values import captured_tensors as captured_tensors
 from .compiled_step import CompiledStep as CompiledStep
 from .eager_donation import DonatedStep as DonatedStep
 from .eager_donation import can_donate as can_donate
@@ -58,3 +57,4 @@ from .live_state import plain as plain
 from .live_state import states as states
 from .outputs import MetricVector as MetricVector
 from .outputs import as_dict as as_dict
+from .outside import Writes as Writes

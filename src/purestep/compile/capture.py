@@ -371,6 +371,10 @@ def _value_read(error: BaseException, met: str = "") -> Uncaptured:
     cure = "use torch.where(condition, a, b) instead of if; no .item(), no float(tensor), no boolean indexing"
     if mask := _mask_cure(error):
         cure = mask
+    elif any(
+        frame.f_code.co_filename.startswith(_DISTRIBUTIONS) for frame, _ in traceback.walk_tb(error.__traceback__)
+    ):
+        cure = "pass validate_args=False to the distribution, which compares its arguments on the host"
     elif own := _function_of_torch(error):
         cure = f"torch's {own} reads it: write {own} without that check"
     if met == _SIZE_READ:
@@ -380,6 +384,9 @@ def _value_read(error: BaseException, met: str = "") -> Uncaptured:
     if getattr(layer, "momentum", 0) is None and hasattr(layer, "num_batches_tracked"):
         cure = f"{type(layer).__name__}(..., momentum=0.1): momentum=None divides by a count of batches on the host"
     return Uncaptured(f"the step reads the value of a tensor: {met}", where=place, hint=f"{cure}; or {EAGER_CURE}")
+
+
+_DISTRIBUTIONS = torch.distributions.__file__.rpartition("__init__")[0]
 
 
 def _mask_cure(error: BaseException) -> str:

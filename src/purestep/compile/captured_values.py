@@ -35,6 +35,7 @@ _NUMBER_CURE = (
     "pass a number that changes as a tensor: a schedule in ps.program(values={...}), read as model.values[...]; "
     "or the step's context, a buffer of the state, the batch, optim.inject"
 )
+_STORED_CURE = "return it as a metric or in Loss(..., outputs={...}), or hold it in a buffer of the model"
 _OBJECT_CURE = "write into the tensors that are there, which every call reads: load_state_dict(...), tensor.copy_(...)"
 
 
@@ -64,10 +65,21 @@ class CapturedValues:
         return self._text
 
     def mark_compiled(self) -> None:
-        """Ignore the changes that a trace itself has made."""
+        """Ignore the changes that a trace itself has made.
+
+        Raises:
+            Uncaptured: the step stores a tensor, of which every call would read the first value; it is taken out again.
+        """
+        from torch._subclasses.fake_tensor import FakeTensor
+
         before, self._places = self._places, _Places(self._step)
         if before is not None:
             was, now = before.values, self._places.values
+            stored = [name for name in now if isinstance(now[name], FakeTensor) and was.get(name) is not now[name]]
+            if stored:
+                before.restore()
+                what = "the step stores a tensor here, but Python runs once for a graph, and no later call writes it"
+                raise capture.Uncaptured(what, where=stored[0], hint=_STORED_CURE)
             changed = _changed(was, now) - self._ignored
             self._ignored |= changed
             counted = [name for name in sorted(changed) if _is_count(was.get(name)) and _is_count(now.get(name))]
@@ -101,11 +113,6 @@ class CapturedValues:
             change = f"was {_short(was)}, is {_short(now)}"
             cure = _NUMBER_CURE if is_number else _OBJECT_CURE
             _log.warning("%s %s: a graph holds it, so the step is recompiled (cure: %s)", name, change, cure)
-
-
-def captured_tensors(step: Callable[..., Any]) -> dict[str, Tensor]:
-    """The tensors that a step captures, by name, with the parameters and buffers of modules."""
-    return {name: value for name, value in _Places(step).values.items() if isinstance(value, Tensor)}
 
 
 def _changed(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
@@ -153,6 +160,15 @@ class _Places:
             if _attribute(holder, name) is not value:
                 return False
         return all(len(holder) == length for holder, length in self._lengths)
+
+    def restore(self) -> None:
+        """Put the values back to their places."""
+        for holder, key, value in self._items:
+            if not isinstance(holder, tuple):
+                holder[key] = value
+        for holder, name, value in self._attributes:
+            if value is not _NOTHING and _attribute(holder, name) is not value:
+                setattr(holder, name, value)
 
     def _find(self, value: Any) -> None:
         """Find the user's functions and callable objects behind a step, which functions of purestep hold."""

@@ -68,7 +68,9 @@ def _chosen(given: str, whole: bool) -> Path:
     if given == str(other) or _problem(other) or _problem_inside(other):
         other = Path(tempfile.mkdtemp(prefix="purestep_"))
         atexit.register(shutil.rmtree, other, ignore_errors=True)
-    cure = f"set {_VARIABLE} to a directory of yours; or chmod -R go-w this one, if you trust all that it contains"
+    cure = f"set {_VARIABLE} to a directory of yours"
+    if "others can write" in problem:  # mode 0700, because torch writes more files there, by the user's umask
+        cure += f", or chmod -R go= {given} if you trust all that it contains"
     _log.warning("%s %s: compiled code is kept in %s (cure: %s)", given, problem, other, cure)
     return other
 
@@ -82,7 +84,7 @@ def _problem(place: Path) -> str:
         return f"cannot be used ({error.strerror})"
     if not (_is_owners(link) and _is_owners(found)):
         return "belongs to another user"
-    return f"can be written by others (mode {stat.S_IMODE(found.st_mode):o})" if found.st_mode & _OTHERS else ""
+    return f"is one that others can write (mode {stat.S_IMODE(found.st_mode):o})" if found.st_mode & _OTHERS else ""
 
 
 def _problem_inside(place: Path) -> str:
@@ -104,4 +106,6 @@ def _problem_inside(place: Path) -> str:
                     waiting.append(Path(entry.path))
         except FileNotFoundError:  # another process has removed it meanwhile
             continue
+        except OSError as error:
+            return f"cannot be searched ({error.strerror})"
     return ""

@@ -172,7 +172,13 @@ class Graphs:
             known = self._known(exact)
             if known is None:
                 known = self._compile(exact, family, leaves, tensors, build)
-                self._captured.mark_compiled()
+                try:
+                    self._captured.mark_compiled()
+                except capture.Uncaptured:
+                    self._exact.clear()
+                    self._chosen.clear()
+                    self._families.clear()
+                    raise
             return known
 
     def _known(self, exact: Any) -> CompiledGraph | None:

@@ -66,16 +66,8 @@ def _is_memory(leaf: Any) -> bool:
     return is_plain and not (leaf.is_quantized or leaf.is_conj() or leaf.is_neg())
 
 
-class Unwritten(Mode):
-    """Mode of a trace that refuses writes of tensors besides the function's own, and of views of such tensors.
-
-    Raises:
-        StepContractError: from the line that writes one.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._views: dict[int, Tensor] = {}  # by their storage
+class _Writes(Mode):
+    """Mode that finds writes of tensors outside, and of views of such tensors."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if tracing.has_parts(types):
@@ -88,16 +80,77 @@ class Unwritten(Mode):
             for argument in schema.arguments:
                 is_written = argument.alias_info is not None and argument.alias_info.is_write
                 if is_written or argument.name in _STATISTICS:
-                    for leaf in filter(self._is_outside, _listed(given.get(argument.name))):
-                        raise _written(leaf)
+                    for leaf in filter(self.is_outside, _listed(given.get(argument.name))):
+                        self.wrote(leaf)
         made = func(*args, **(kwargs or {}))
         viewed = [given.get(argument.name) for argument in schema.arguments if argument.alias_info is not None]
-        if any(self._is_outside(leaf) for value in viewed for leaf in _listed(value)):
-            self._views |= {_storage(view): view for view in _listed(made) if isinstance(view, Tensor)}
+        self.made(func, [leaf for value in viewed for leaf in _listed(value)], _listed(made))
         return made
 
-    def _is_outside(self, value: Any) -> bool:
+    def is_outside(self, value: Any) -> bool:
+        """True for a tensor outside."""
+        raise NotImplementedError
+
+    def wrote(self, leaf: Tensor) -> None:
+        """Called before a tensor outside is written."""
+        raise NotImplementedError
+
+    def made(self, func: Any, viewed: Sequence[Any], results: Sequence[Any]) -> None:
+        """Called with an operator, the arguments of which its results may be views, and the results."""
+        raise NotImplementedError
+
+
+class Unwritten(_Writes):
+    """Mode of a trace that refuses writes of tensors besides the function's own, and reads of their values: a graph
+    would hold one number.
+
+    Raises:
+        StepContractError: from the line that writes one.
+        DataDependentOutputException: from the line that reads one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._views: dict[int, Tensor] = {}  # by their storage
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and self.is_outside(args[0]):
+            from torch._subclasses import fake_tensor
+
+            raise fake_tensor.DataDependentOutputException(func)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def is_outside(self, value: Any) -> bool:
         return _is_memory(value) or (isinstance(value, Tensor) and _storage(value) in self._views)
+
+    def wrote(self, leaf: Tensor) -> None:
+        """Raise StepContractError with the line."""
+        what, where, hint = written(leaf)
+        raise StepContractError(what, where=where, hint=hint)
+
+    def made(self, func: Any, viewed: Sequence[Any], results: Sequence[Any]) -> None:
+        if any(map(self.is_outside, viewed)):
+            self._views |= {_storage(view): view for view in results if isinstance(view, Tensor)}
+
+
+class Writes(_Writes):
+    """Mode of an eager call that collects its writes of tensors that were there before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[int, tuple[Tensor, tuple[str, str, str]]] = {}
+        """by storage: the tensor, and what `written` says"""
+        self._own: set[int] = set()  # storages that the call has allocated
+
+    def is_outside(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and _storage(value) not in (0, *self._own)
+
+    def wrote(self, leaf: Tensor) -> None:
+        self.found.setdefault(_storage(leaf), (leaf, written(leaf)))
+
+    def made(self, func: Any, viewed: Sequence[Any], results: Sequence[Any]) -> None:
+        there = set() if func in _LITERALS else {_storage(leaf) for leaf in viewed if isinstance(leaf, Tensor)}
+        self._own |= {_storage(leaf) for leaf in results if isinstance(leaf, Tensor)} - there
 
 
 def _listed(value: Any) -> Sequence[Any]:
@@ -116,12 +169,13 @@ _STATISTICS = ("running_mean", "running_var")
 """Arguments that batch normalization writes in training, which not all of its schemas say."""
 
 
-def _written(leaf: Tensor) -> StepContractError:
+def written(leaf: Tensor) -> tuple[str, str, str]:
+    """What is wrong, where, and the cure, for a write of a tensor outside."""
     frame = sys._getframe()  # pyright: ignore[reportPrivateUsage]
     while frame.f_back is not None and frame.f_code.co_filename.startswith(tracing.LIBRARIES):
         frame = frame.f_back
-    return StepContractError(
+    return (
         f"writes a tensor {list(leaf.shape)} {leaf.dtype} that is not in the state, as BatchNorm does in train mode",
-        where=f"{frame.f_code.co_filename}:{frame.f_lineno}",
-        hint="call .eval() on the module that holds it, or hold its buffers in the state",
+        f"{frame.f_code.co_filename}:{frame.f_lineno}",
+        "call .eval() on the module that holds it, hold its buffers in the state, or write it between the calls",
     )

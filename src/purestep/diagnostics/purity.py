@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .. import tree
+from ..compile import Writes
 from ..errors import StepContractError
 from ..torch_ext import global_rng, hidden, host_generators, tensor_layout
 from ..types import Metrics, Tree
@@ -62,13 +63,6 @@ class Unchanged:
             for path in (*before, *after):
                 how = _written(before.get(path), after.get(path))
                 if how:
-                    if name == "closure":
-                        raise Impure(
-                            f"the step writes a tensor that is not in the state{how}, as BatchNorm does in train mode",
-                            where=path,
-                            hint="call .eval() on the module that holds it, make it a part of the model, or write it "
-                            "between the calls",
-                        )
                     where, hint = _join(name, path), "write x + 1, not x.add_(1)"
                     if where.startswith(("state/params/", "state/frozen/")):
                         hint += "; use torch.nn.utils.parametrize for weights that a forward pass computes"
@@ -239,7 +233,7 @@ def _equal(left: Any, right: Any, *, ordered: bool) -> bool:
     return not ordered or torch.allclose(left, right, rtol=_NOISE, atol=_NOISE, equal_nan=True)
 
 
-# --- leaks ------------------------------------------------------------------------------------------------
+# --- writes and leaks --------------------------------------------------------------------------------------
 
 
 class _Births(TorchFunctionMode):
@@ -263,17 +257,23 @@ class _Births(TorchFunctionMode):
         return [found for reference in self.created if (found := reference()) is not None]
 
 
-def check_leaks(call: Callable[[], Any]) -> None:
-    """Raise `Impure` if every call keeps tensors alive, for example in a list.
+def check_outside(call: Callable[[], Any]) -> None:
+    """Raise `Impure` if every call writes a tensor that was there before, such as the statistics of a teacher, or keeps
+    tensors alive, for example in a list.
 
     Args:
-        call: the step. It is called once, and again if the first call keeps a tensor, which may be a cache.
+        call: the step. It is called once, and again if the first call writes or keeps a tensor, which may be a cache.
     """
     first = _traces(call)
-    if first is None or not first.alive():
+    if first is None or not (first[0].alive() or first[1].found):
         return
     second = _traces(call)
-    older, newer = first.alive(), second.alive() if second is not None else []
+    if second is None:
+        return
+    for memory, (_, how) in second[1].found.items():
+        if memory in first[1].found:
+            raise Impure(f"the step {how[0]}", where=how[1], hint=how[2])
+    older, newer = first[0].alive(), second[0].alive()
     if older and newer:
         kept = next((found for found in newer if found.grad_fn is not None), newer[0])
         graph = " with its graph" if kept.grad_fn is not None else ""
@@ -284,16 +284,16 @@ def check_leaks(call: Callable[[], Any]) -> None:
         )
 
 
-def _traces(call: Callable[[], Any]) -> _Births | None:
-    births = _Births()
+def _traces(call: Callable[[], Any]) -> tuple[_Births, Writes] | None:
+    births, writes = _Births(), Writes()
     try:
-        with _uncompiled(), births:
+        with _uncompiled(), births, writes:
             call()
     except Exception:  # out of memory, or the mode breaks the code: the call worked before
         return None
     if births.alive():
         gc.collect()  # reference cycles are no leak
-    return births
+    return births, writes
 
 
 def _uncompiled() -> AbstractContextManager[Any]:
@@ -315,9 +315,10 @@ def observe(
 
     Args:
         call: calls the step.
-        parts: the arguments of the step: "state", and others by any name; "closure" has the tensors that it captures.
+        parts: the arguments of the step: "state", and others by any name.
         again: the second call; by default ``call``.
-        leaks: also check for tensors that stay alive, with a third call.
+        leaks: also check for tensors that stay alive, and for writes of tensors that are no arguments, with a third
+            call.
 
     Raises:
         Impure: the step is not pure; the message has the reason and the leaf.
@@ -328,8 +329,7 @@ def observe(
 
 
 def _observed(call: Callable[[], Pair], parts: dict[str, Tree], again: Callable[[], Pair], *, leaks: bool) -> Pair:
-    captured = Unchanged(closure=parts.get("closure", {}))
-    watched = Unchanged(**{name: part for name, part in parts.items() if name != "closure"})
+    watched = Unchanged(**parts)
     kind, drawn = Kind(parts["state"]), _generators()
     first = call()
     watched.check()
@@ -341,11 +341,10 @@ def _observed(call: Callable[[], Pair], parts: dict[str, Tree], again: Callable[
     second = again()
     watched.check(content=False)
     _check_not_reused(returned)
-    captured.check()
     check_repeated(first, second)
     del second
     if leaks:
-        check_leaks(again)
+        check_outside(again)
     return first
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import data, tree
-from ..compile import captured_tensors, plain
+from ..compile import plain
 from ..diagnostics import purity
 from ..errors import PurestepError, StepContractError
 from ..parallel import passes
@@ -82,7 +82,7 @@ class PurityCheck:
         with passes.checking():
             return purity.observe(
                 lambda: check_pair(self._step(state, batch)),
-                {"state": state, "batch": batch, "closure": captured_tensors(self._step)},
+                {"state": state, "batch": batch},
                 again=lambda: check_pair(self._reach.step(state, batch)),
                 leaks=self._made == 1,
             )

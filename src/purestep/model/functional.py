@@ -243,6 +243,9 @@ class Inference:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run("__call__", args, kwargs)
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"the bound module has no attribute {name!r} (cure: predict.call({name!r}, ...))")
+
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the module other than forward, or a submodule by its dotted name."""
         return self._run(method, args, kwargs)

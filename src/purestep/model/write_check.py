@@ -112,9 +112,11 @@ def check_none_buffers(places: dict[str, tuple[nn.Module, str]]) -> None:
 
 
 class Numbers:
-    """Watches the Python numbers among the attributes of a module, and one level below (an item of a dict or list, an
-    attribute of an object or class), in its first forward passes. A number that two of them change is a counter: no
-    state holds it, and a graph would hold one value of it.
+    """Watches the numbers of Python among the attributes of a module, in its first forward passes. In a capture it also
+    watches tensors that are not buffers. It looks one level below: an item of a dict or list, an attribute of an object.
+
+    A number that two passes change is a counter: no state holds it, and a graph would hold one value of it. A capture
+    refuses the first change of a tensor.
 
     Args:
         module: weightless; its attributes stay from call to call.
@@ -126,30 +128,36 @@ class Numbers:
         self._calls = 2
         """Calls to watch."""
 
-    def read(self) -> dict[str, float] | None:
-        """The numbers before a call, by path; None after the first calls."""
+    def read(self) -> dict[str, Any] | None:
+        """The values before a call, by path; None after the first calls."""
         if torch.compiler.is_dynamo_compiling():  # first: it would guard on the count
             return None
         return self._numbers() if self._calls else None
 
-    def _numbers(self) -> dict[str, float]:
+    def _numbers(self) -> dict[str, Any]:
         return {
             f"{path}.{name}" if path else name: value
             for path, part in self._module.named_modules()
-            for name, value in _numbers_of(part)
+            for name, value in _values_of(part)
         }
 
-    def check(self, before: dict[str, float] | None) -> None:
+    def check(self, before: dict[str, Any] | None) -> None:
         """Raise StepContractError for a number that this call and one before have changed; in a capture, which makes
         one call, for a number that this call has changed."""
         if before is None:
             return
         self._calls -= 1
         after = self._numbers()
-        changed = {path for path, value in before.items() if path in after and after[path] != value}
+        changed = {path for path, value in before.items() if path in after and _differ(value, after[path])}
         for path in changed if tracing.in_graph() else changed & self._changed:
             name = "".join(char for char in path.rpartition(".")[2] if char.isalnum() or char == "_")
             self._calls = 2  # the next call starts over
+            if isinstance(before[path], Tensor):
+                raise StepContractError(
+                    "the forward pass assigns another tensor to this attribute, which no state holds",
+                    where=path.removeprefix("model."),
+                    hint=f"self.register_buffer({name!r}, ...) in __init__; None there, if no call reads it",
+                )
             raise StepContractError(
                 f"the forward pass changes this Python number ({before[path]} -> {after[path]}), which no state holds",
                 where=path.removeprefix("model."),
@@ -162,12 +170,12 @@ class Numbers:
 _MAX_ITEMS = 64  # of a dict or list; a longer one is data
 
 
-def _numbers_of(part: nn.Module) -> Iterator[tuple[str, float]]:
+def _values_of(part: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, value in vars(part).items():
-        if _is_number(value):
+        if _is_watched(value):
             yield name, value
         elif name not in _TORCHS:
-            yield from ((name + inner, number) for inner, number in _below(value) if _is_number(number))
+            yield from ((name + inner, found) for inner, found in _below(value) if _is_watched(found))
     for kind in type(part).__mro__:
         if not kind.__module__.startswith("torch."):
             held = vars(kind).items()
@@ -181,6 +189,16 @@ def _below(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"[{key!r}]", held[key]) for key in keys)
     elif hasattr(value, "__dict__") and not isinstance(value, type | types.ModuleType | nn.Module | Tensor | Numbers):
         yield from ((f".{name}", number) for name, number in vars(value).items())
+
+
+def _is_watched(value: Any) -> bool:
+    return _is_number(value) or (isinstance(value, Tensor) and tracing.in_graph())
+
+
+def _differ(old: Any, new: Any) -> bool:
+    if isinstance(old, Tensor):  # one without values is of an earlier capture, and was never read
+        return new is not old and type(old) in (Tensor, nn.Parameter)
+    return new is not old and (isinstance(new, Tensor) or old != new)
 
 
 def _is_number(value: Any) -> bool:

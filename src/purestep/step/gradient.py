@@ -15,7 +15,7 @@ from ..errors import StepContractError
 from ..metrics import mean as means
 from ..metrics import merge
 from ..model import functional, write_check
-from ..torch_ext import draws, foreach, is_finite, tracing
+from ..torch_ext import draws, foreach, hidden, is_finite, tracing
 from ..types import Batch, Empty, Exchange, Form, Loss, Mean, Params, Share, TrainState
 from . import microbatch
 from .loss_checks import check_connected, check_loss, counted, finite_mean, not_connected, rows_of
@@ -82,9 +82,12 @@ def _value_and_grad(
     if engine == "auto":
         engine = "func" if torch.compiler.is_dynamo_compiling() or tracing.transformed() else "autograd"
     if engine == "func":
+        root: Any = None  # of autograd's graph outside of the derivative by the parameters
 
         def differentiated(params: Params) -> tuple[Tensor, Any]:
+            nonlocal root
             mean, extra = forward(bind(params))
+            root = tracing.unwrapped(mean).grad_fn if watches else None
             if not torch.compiler.is_dynamo_compiling():  # Dynamo does not see autograd's graph
                 spec.reach.remember(_unreached(mean, params))
             return mean, extra
@@ -99,8 +102,12 @@ def _value_and_grad(
                     raise
                 raise _without_setup() from error
         if watches:
-            _refuse_others(grads, (named, state.frozen, state.buffers, read, batch))
-            spec.reach.watches -= 1
+            given = [
+                leaf for leaf in tree.leaves((named, state.frozen, state.buffers, read, batch)) if _is_followed(leaf)
+            ]
+            if not given:  # else a derivative through the step
+                _refuse_others(grads)
+            _warn_of_others(spec.reach, root, given, batch)
         return grads, extra, spec.reach.unreached
     if tracing.transformed():
         raise StepContractError(
@@ -148,7 +155,7 @@ def _by_autograd(
     named: Params,
     *,
     through: bool,
-    watched: Any,
+    watched: tuple[Any, Batch] | None,
 ) -> tuple[Params, Any, frozenset[str]]:
     """As `_value_and_grad`, by a backward pass of `torch.autograd`.
 
@@ -158,7 +165,7 @@ def _by_autograd(
         bind: named weights -> the bound model.
         named: the weights.
         through: keep the graph, for a derivative through the step.
-        watched: the other arguments of the step, to warn of tensors that are none of these; None: do not.
+        watched: the other arguments of the step, and its batch, to warn of other tensors; None: do not.
     """
     with torch.enable_grad():
         # Views: the gradient of this call must not pass through buffers that an earlier call computed from them.
@@ -185,7 +192,7 @@ def _by_autograd(
     if len(unreached) == len(leaves):
         raise not_connected()
     if watched is not None:
-        _warn_of_others(spec.reach, root, (watched, tensors))
+        _warn_of_others(spec.reach, root, (watched[0], tensors), watched[1])
     spec.reach.remember(unreached)
     filled = [torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(grads, tensors, strict=True)]
     return dict(zip(leaves, filled, strict=True)), (loss, buffers if through else tree.detach(buffers)), unreached
@@ -228,17 +235,20 @@ _OTHERS_CURE = (
 )
 
 
-def _warn_of_others(reach: Reach, root: Any, given: Any) -> None:
+def _warn_of_others(reach: Reach, root: Any, given: Any, batch: Batch) -> None:
     """Warn once of tensors in the graph of a loss that require a gradient and that no step trains.
 
     Args:
         reach: of the program; holds those of the call before.
         root: of autograd's graph.
         given: tensors that may require a gradient: the weights, and other arguments of the step.
+        batch: or the rows of a micro-batch, which are views of it.
     """
     reach.watches -= 1
-    known, own = reach.others, {id(leaf) for leaf in tree.leaves(given)}
-    reach.others = [leaf for leaf in _variables(root) if id(leaf) not in own]
+    known, own = reach.others, {id(leaf) for leaf in tree.leaves((given, batch))}
+    memory = {hidden.storage_address(leaf) for leaf in tree.leaves(batch) if _is_followed(leaf)}
+    found = [leaf for leaf in _variables(root) if id(leaf) not in own]
+    reach.others = [leaf for leaf in found if not memory or hidden.storage_address(leaf) not in memory]
     # The objective may create a tensor that requires a gradient (a gradient penalty): another one in every call.
     found = [
         leaf
@@ -253,11 +263,13 @@ def _warn_of_others(reach: Reach, root: Any, given: Any) -> None:
         warnings.warn(f"the loss depends on {_listed(found)} (cure: {_OTHERS_CURE})", UserWarning, stacklevel=2)
 
 
-def _refuse_others(grads: Params, given: Any) -> None:
+def _is_followed(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and tracing.unwrapped(leaf).requires_grad
+
+
+def _refuse_others(grads: Params) -> None:
     """Raise StepContractError if such tensors make gradients of `torch.func` require a gradient themselves: every state
     would hold the graphs of all steps before it."""
-    if any(tracing.unwrapped(leaf).requires_grad for leaf in tree.leaves(given) if isinstance(leaf, Tensor)):
-        return  # a derivative through the step
     roots = [found.grad_fn for grad in grads.values() if (found := tracing.unwrapped(grad)).requires_grad]
     if roots:
         found = {id(leaf): leaf for root in roots for leaf in _variables(root)}
