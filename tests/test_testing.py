@@ -94,37 +94,6 @@ class TestAssertPure:
             testing.assert_pure(program.train_step, program.init(device="cpu"), vector_batch())
 
 
-class TestAssertResumes:
-    BATCHES = [image_batch(seed=seed) for seed in range(4)]  # noqa: RUF012  # read only
-
-    def test_a_program_resumes_anywhere(self):
-        program = ps.program(
-            tiny_convnet(), ps.supervised(nn.CrossEntropyLoss()), optim.adamw(0.01), ema=0.9, accumulate=3
-        )
-        for at in (None, 0, 1, 4):
-            testing.assert_resumes(program, program.init(device="cpu"), self.BATCHES, at=at)
-
-    @pytest.mark.parametrize(("count", "at"), [(0, None), (1, None), (1, 0), (4, 5), (4, -1), (4, 1.0), (4, True)])
-    def test_what_tests_nothing_is_refused(self, count: int, at: Any):
-        program = ps.program(tiny_convnet(), ps.supervised(nn.CrossEntropyLoss()), optim.sgd(0.1))
-        with pytest.raises(ConfigError, match=r"cure: (pass at least two batches|at=2)"):
-            testing.assert_resumes(program, program.init(device="cpu"), self.BATCHES[:count], at=at)
-
-    def test_what_is_not_in_the_state_is_lost_at_the_break(self):
-        """A momentum that is kept on the state's identity: any copy starts it anew."""
-        momentum: dict[int, Tensor] = {}
-
-        def step(state: Tensor, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            kept = momentum.pop(id(state), torch.zeros(())) + x
-            new = state - kept
-            momentum[id(new)] = kept
-            return new, {}
-
-        program = ps.Program(step)
-        with pytest.raises(StepContractError, match="state: the second call .* returns another value"):
-            testing.assert_resumes(program, torch.zeros(()), [torch.ones(())] * 4)
-
-
 class TestAssertAccumulates:
     def programs(self, objective: Any) -> tuple[ps.Program, ps.Program]:
         many, one = (ps.program(tiny_mlp(dtype=torch.float64), objective, optim.sgd(0.5), accumulate=k) for k in (3, 1))

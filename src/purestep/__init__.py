@@ -112,7 +112,6 @@ if _typing.TYPE_CHECKING:
     from .tools import predict as predict
     from .tools import reduce_on_plateau as reduce_on_plateau
     from .tools import refresh_batchnorm as refresh_batchnorm
-    from .tools import save_pretrained as save_pretrained
     from .tools import summary as summary
 else:
     _LATE = {
@@ -131,7 +130,7 @@ else:
         "testing": (),
         "tools": (
             *("benchmark", "export_weights", "find_batch_size", "find_learning_rate", "load_into", "predict"),
-            *("reduce_on_plateau", "refresh_batchnorm", "save_pretrained", "summary"),
+            *("reduce_on_plateau", "refresh_batchnorm", "summary"),
         ),
     }
     _HOME = {name: module for module, names in _LATE.items() for name in names}

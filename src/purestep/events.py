@@ -1,8 +1,7 @@
 """The events of `fit`, in their order:
 
-``FitStart`` -> per update ``StepEnd``, every ``histograms`` updates ``Histograms``, every ``log_every`` updates
-``Logged`` -> per evaluation batch ``EvalStepEnd``, per evaluation ``EvalEnd`` -> ``EpochEnd`` -> ``Saved`` -> ... ->
-``FitEnd``.
+``FitStart`` -> per update ``StepEnd``, every ``log_every`` updates ``Logged`` -> per evaluation batch ``EvalStepEnd``,
+per evaluation ``EvalEnd`` -> ``EpochEnd`` -> ``Saved`` -> ... -> ``FitEnd``.
 
 A callback is ``f(event)``. It may return None, a new state (from events that carry one), or `Stop`. Answers to
 ``EvalStepEnd`` and ``FitEnd`` are ignored. Callbacks run in the order of the list. A sink is a callable of events too,
@@ -23,7 +22,7 @@ from .types import Metrics, Tree
 @dataclass(frozen=True, slots=True)
 class Stop:
     """Ends the run, as the answer of a callback. From ``FitStart`` nothing is trained; from ``StepEnd`` this update is
-    the last one; from a later event this boundary is the last one.
+    the last one (of several processes, one of the next three); from a later event this boundary is the last one.
 
     Example:
         >>> def at_90_percent(event):
@@ -106,36 +105,6 @@ class StepEnd:
     batch_index: int
     updates: int
     outputs: Mapping[str, Any] = field(default_factory=dict[str, Any])
-
-
-class Histogram(NamedTuple):
-    """The finite numbers of a tensor, by size.
-
-    Args:
-        counts: numbers in each bin: numpy, shape=(64,), float64.
-        edges: the bounds of the bins, rising: numpy, shape=(65,), float64.
-        total: the sum of the numbers.
-        squares: the sum of their squares.
-    """
-
-    counts: Any
-    edges: Any
-    total: float
-    squares: float
-
-
-@dataclass(frozen=True, slots=True)
-class Histograms:
-    """Sent every ``histograms`` updates.
-
-    Args:
-        updates: optimizer updates done.
-        values: ``weights/<name>`` after the update, ``updates/<name>``, by which it changed them, and
-            ``gradients/<name>`` of its batch, before the transform.
-    """
-
-    updates: int
-    values: Mapping[str, Histogram]
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +218,7 @@ class FitEnd:
     error: BaseException | None = None
 
 
-Event: TypeAlias = FitStart | StepEnd | Histograms | Logged | EvalStepEnd | EvalEnd | EpochEnd | Saved | FitEnd
+Event: TypeAlias = FitStart | StepEnd | Logged | EvalStepEnd | EvalEnd | EpochEnd | Saved | FitEnd
 """Any event."""
 Callback: TypeAlias = Callable[[Any], Any]
 """A callback: ``f(event)`` returns None, a new state, or `Stop`."""

@@ -14,11 +14,9 @@ import torch
 from . import tree
 from .compile import plain
 from .data import device_of
-from .diagnostics import purity, recording, repeated
+from .diagnostics import purity, repeated
 from .diagnostics import replay as replay_
-from .errors import ConfigError, Mismatch, NotFound, StepContractError
-from .snapshot import Snapshots
-from .state import is_count
+from .errors import ConfigError, Mismatch, StepContractError
 from .torch_ext import tensor_layout
 from .types import Metrics, Program, Tree
 
@@ -63,41 +61,6 @@ def _reported() -> Generator[None]:
         yield
     except purity.Impure as found:
         raise StepContractError(found.what, where=found.where, hint=found.hint) from None
-
-
-def assert_resumes(program: Program, state: Tree, batches: Sequence[Any], *, at: int | None = None) -> None:
-    """Assert that a run that stops, copies the state and continues ends in the same bits as an uninterrupted run.
-
-    It writes no snapshot and opens no loader. To test `fit`, end it inside an epoch by a callback that returns `Stop`
-    at an `events.StepEnd`, call it again without the callback, and compare the state with that of a whole run.
-
-    Args:
-        program: the program whose ``train_step`` is checked.
-        state: the initial state.
-        batches: at least two batches.
-        at: the number of batches before the break, at most all; by default half of them.
-
-    Raises:
-        StepContractError: a leaf differs; the message names the first one.
-        ConfigError: there are less than two batches, or ``at`` is out of range.
-
-    Example:
-        >>> import torch, purestep as ps
-        >>> program = ps.program(torch.nn.Linear(2, 1), ps.supervised(torch.nn.MSELoss()), ps.optim.adam(0.1))
-        >>> assert_resumes(program, program.init(), [(torch.randn(4, 2), torch.randn(4, 1)) for _ in range(4)])
-    """
-    cut = len(batches) // 2 if at is None else at
-    if len(batches) < 2:
-        hint = "pass at least two batches, for a step before the break and one after it"
-        raise ConfigError(f"the number of batches is {len(batches)}", where="assert_resumes", hint=hint)
-    if not is_count(cut) or cut > len(batches):
-        what, hint = f"at={at!r} must be an int of at most {len(batches)}, the batches", f"at={len(batches) // 2}"
-        raise ConfigError(what, where="assert_resumes", hint=hint)
-    whole = _through(program, state, batches)
-    half = tree.clone(_through(program, state, batches[:cut]))
-    rest = _through(program, half, batches[cut:])
-    with _reported():
-        purity.check_repeated((whole, {}), (rest, {}))
 
 
 def assert_accumulates(program: Program, whole: Program, batch: Tree, parts: Sequence[Tree], *, rtol: float) -> None:
@@ -197,27 +160,23 @@ def record(path: str | Path, state: Tree, batch: Any) -> Path:
     return replay_.write(path, plain(state), batch, {})
 
 
-def replay(
-    path: str | Path | recording.Recording, program: Program, *, like: Tree = None, step: int | None = None
-) -> Replay:
+def replay(path: str | Path, program: Program, *, like: Tree = None) -> Replay:
     """Repeat a recorded step, in eager mode with torch's anomaly detection: the one that a `NonFiniteError` names, or
-    any of the last steps of ``fit(record=n)``.
+    one of `record`.
 
     The file contains no code, so pass the program too. On the same kind of device, with the same versions, the step
-    gives the same bits as in the run, dropout included. The steps of a recording before it are repeated without
-    detection; if the run was compiled, they give the same numbers up to rounding.
+    gives the same bits as in the run, dropout included.
 
     Args:
-        path: the file that the error names, the result of `record`, or a `Recording`.
+        path: the file that the error names, or the result of `record`.
         program: the program of that run, not compiled.
         like: a state of the same structure, if the program has no ``init``.
-        step: the number of the call, one of ``Recording.steps``; None: the last one of the file.
 
     Raises:
         NotFound: the file does not exist.
         Corrupt: the file is damaged.
         Mismatch: the file is from another program or a later version.
-        ConfigError: the program has no ``init``, and ``like`` is None; ``step`` is not recorded.
+        ConfigError: the program has no ``init``, and ``like`` is None.
 
     Example:
         >>> import tempfile, torch, purestep as ps
@@ -230,63 +189,42 @@ def replay(
         >>> replay(path, program).first
         'batch/0: 8 of 8 numbers are not finite'
     """
-    if isinstance(path, recording.Recording):
-        found, notes = path, {}
-    else:
-        if like is None:
-            if program.init is None:
-                raise ConfigError("the program has no init", where="replay", hint="replay(path, program, like=state)")
-            like = program.init()
-        found, notes = recording.read(path, like, device_of(like))
-    if step is not None and step not in found.steps:
-        raise ConfigError(
-            f"step {step} is not recorded: there are {found.steps[0]} to {found.steps[-1]}",
-            where="replay",
-            hint=f"step={found.steps[-1]}",
-        )
-    before = len(found.batches) - 1 if step is None else step - found.first
-    found = replay_.Incident(_through(program, found.state, found.batches[:before]), found.batches[before], notes)
+    if like is None:
+        if program.init is None:
+            raise ConfigError("the program has no init", where="replay", hint="replay(path, program, like=state)")
+        like = program.init()
+    found = replay_.read(path, like, device_of(like))
     again = repeated(program.train_step, found.state, found.batch)
     state, metrics = again.result
     return Replay(state, metrics, again.first, again.module, again.operation, found.notes)
 
 
 class Run(NamedTuple):
-    """A program, a state, and the batches of its next steps, for `first_difference`.
-
-    ``Run(program, *recording)`` is a run that repeats a `Recording`.
-    """
+    """A program, a state, and the batches of its next steps, for `first_difference`."""
 
     program: Program
     state: Tree
     batches: Sequence[Any]
-    first: int = 1  # the number of the first step
 
 
 class Difference(NamedTuple):
     """The first difference between two runs."""
 
-    step: int  # the first step whose results differ; of two directories: the first snapshot of both that differs
-    after: int | None  # the last step that is known to be equal; None if there is none
+    step: int  # the first step whose results differ, from 1; 0: the states differ before it
     where: str  # the leaf that differs most, "state/params/0.weight", or "batch/0" if the inputs of this step differ
     size: float  # its largest absolute difference; inf if it exists in one run only, or one of two numbers is nan
     leaves: dict[str, float]  # every leaf that differs -> the size, largest first
 
 
-def first_difference(
-    a: Run | str | Path, b: Run | str | Path, *, like: Tree = None, rtol: float = 0.0, atol: float = 0.0
-) -> Difference | None:
+def first_difference(a: Run, b: Run, *, rtol: float = 0.0, atol: float = 0.0) -> Difference | None:
     """Find the first step at which two runs differ: two programs from one state (eager and compiled, before and after
     a change, two versions of a model), or one program on two states or lists of batches.
 
-    Two `Run` make their steps side by side, and their states and batches are compared before and after each step. Two
-    directories are bisected: of the snapshots that both have, the first one that differs is found with a logarithmic
-    number of reads, if runs that differ stay different. Record the steps in between with ``fit(record=n)``.
+    The runs make their steps side by side, and their states and batches are compared before and after each step.
 
     Args:
-        a: a `Run`, or the directory of a run's snapshots.
-        b: as ``a``.
-        like: for directories: a state of the same structure, from ``program.init()``.
+        a: a `Run`.
+        b: a `Run` with as many batches.
         rtol: numbers within ``atol + rtol * |b|`` are equal; 0: equal bits (0.0 and -0.0, and nan and nan, are equal).
         atol: see ``rtol``.
 
@@ -294,9 +232,7 @@ def first_difference(
         The first difference, or None.
 
     Raises:
-        ConfigError: a directory without ``like``, or a `Run` and a directory.
-        Mismatch: the runs have different numbers of batches, or start at different steps.
-        NotFound: the directories have no snapshot of one step in common.
+        Mismatch: the runs have different numbers of batches.
 
     Example:
         >>> import torch, purestep as ps
@@ -308,77 +244,37 @@ def first_difference(
         >>> first_difference(Run(one, state, batches), Run(two, state, batches)).step
         1
     """
-    if isinstance(a, Run) and isinstance(b, Run):
-        return _side_by_side(a, b, rtol, atol)
-    if isinstance(a, Run) or isinstance(b, Run):
-        raise ConfigError("a Run and a directory", where="first_difference", hint="pass two of one kind")
-    if like is None:
-        raise ConfigError("like is None", where="first_difference", hint="like=program.init()")
-    return _bisected(a, b, like, rtol, atol)
-
-
-def _side_by_side(a: Run, b: Run, rtol: float, atol: float) -> Difference | None:
-    if (len(a.batches), a.first) != (len(b.batches), b.first):
+    if len(a.batches) != len(b.batches):
         raise Mismatch(
-            f"{len(a.batches)} batches from step {a.first}, and {len(b.batches)} from step {b.first}",
+            f"{len(a.batches)} batches, and {len(b.batches)}",
             where="first_difference",
-            hint="pass the same steps of both runs",
+            hint="pass as many of both runs",
         )
     one, two = a.state, b.state
-    if found := _sizes({"state": one}, {"state": two}, rtol, atol):
-        return _difference(a.first - 1, None, found)
-    for step, (left, right) in enumerate(zip(a.batches, b.batches, strict=True), a.first):
+    found, step = _sizes({"state": one}, {"state": two}, rtol, atol), 0
+    for left, right in zip(a.batches, b.batches, strict=True):
+        if found:
+            break
+        step += 1
         found = {} if left is right else _sizes({"batch": left}, {"batch": right}, rtol, atol)
         if not found:
             one, two = a.program.train_step(one, left)[0], b.program.train_step(two, right)[0]
             found = _sizes({"state": one}, {"state": two}, rtol, atol)
-        if found:
-            return _difference(step, step - 1, found)
-    return None
-
-
-def _bisected(a: str | Path, b: str | Path, like: Tree, rtol: float, atol: float) -> Difference | None:
-    with Snapshots(a, writer=False) as one, Snapshots(b, writer=False) as two:
-        common = sorted(set(one.steps()) & set(two.steps()))
-        if not common:
-            raise NotFound(
-                f"no step in common: {one.steps()} and {two.steps()}",
-                where="first_difference",
-                hint="pass Snapshots(..., keep=...) that keeps more of them",
-            )
-
-        def sizes(at: int) -> dict[str, float]:
-            left, right = (each.restore(like, step=common[at]).state for each in (one, two))
-            return _sizes({"state": left}, {"state": right}, rtol, atol)
-
-        low, high = -1, len(common) - 1  # equal, different
-        found = sizes(high)
-        if not found:
-            return None
-        while high - low > 1:
-            middle = (low + high) // 2
-            if sizes_there := sizes(middle):
-                high, found = middle, sizes_there
-            else:
-                low = middle
-        return _difference(common[high], None if low < 0 else common[low], found)
-
-
-def _difference(step: int, after: int | None, sizes: dict[str, float]) -> Difference:
-    leaves = dict(sorted(sizes.items(), key=lambda pair: -pair[1]))
+    if not found:
+        return None
+    leaves = dict(sorted(found.items(), key=lambda pair: -pair[1]))
     where = next(iter(leaves))
-    return Difference(step, after, where, leaves[where], leaves)
+    return Difference(step, where, leaves[where], leaves)
 
 
 def _sizes(a: Tree, b: Tree, rtol: float, atol: float) -> dict[str, float]:
     """The largest absolute difference of each leaf that differs."""
     one, two = (dict(tree.with_paths(plain(tree.dicts(each, where=None)))) for each in (a, b))
-    found: dict[str, float] = {}
-    for path in {**one, **two}:
-        size = _size(one[path], two[path], rtol, atol) if path in one and path in two else math.inf
-        if size:
-            found[path] = size
-    return found
+    sizes = {
+        path: _size(one[path], two[path], rtol, atol) if path in one and path in two else math.inf
+        for path in {**one, **two}
+    }
+    return {path: size for path, size in sizes.items() if size}
 
 
 def _size(a: Any, b: Any, rtol: float, atol: float) -> float:
@@ -387,40 +283,34 @@ def _size(a: Any, b: Any, rtol: float, atol: float) -> float:
         alike = (a.dtype, a.layout, a.is_nested) == (b.dtype, b.layout, b.is_nested)
         if not alike or (not a.is_nested and a.shape != b.shape):  # torch gives every jagged tensor another shape
             return math.inf
-        if tensor_layout.is_dense(a):
-            return _array_size(_array(a), _array(b), rtol, atol)
-        if a.is_quantized:
-            return _size(a.dequantize(), b.dequantize(), rtol, atol)
-        one, two = tensor_layout.dense_parts(a), tensor_layout.dense_parts(b)
-        sizes = [_size(left, right, rtol, atol) for left, right in zip(one, two, strict=False)]
-        return max(sizes, default=0.0) if len(one) == len(two) else math.inf
-    if type(a) is not type(b):
+        if not tensor_layout.is_dense(a) and not a.is_quantized:
+            one, two = tensor_layout.dense_parts(a), tensor_layout.dense_parts(b)
+            sizes = [_size(left, right, rtol, atol) for left, right in zip(one, two, strict=False)]
+            return max(sizes, default=0.0) if len(one) == len(two) else math.inf
+    elif type(a) is not type(b):
         return math.inf
-    if isinstance(a, np.ndarray | np.generic | int | float | complex):
-        one, two = np.asarray(a), np.asarray(b)
-        if one.dtype == two.dtype and one.shape == two.shape and one.dtype.kind in "biufc":
-            return _array_size(one, two, rtol, atol)
-    return 0.0 if np.array_equal(a, b) else math.inf
-
-
-def _array(leaf: torch.Tensor) -> Any:
-    """The numbers as a numpy array, which has fewer dtypes than torch and exact arithmetic for all integers."""
-    wide = torch.complex128 if leaf.is_complex() else torch.float64 if leaf.is_floating_point() else leaf.dtype
-    return leaf.detach().to("cpu", wide).numpy(force=True)
-
-
-def _array_size(one: Any, two: Any, rtol: float, atol: float) -> float:
-    one, two = np.atleast_1d(one, two)
-    left, right = (each.astype(np.result_type(each, np.float64)) for each in (one, two))
+    one, two = _array(a), _array(b)
+    if one.dtype != two.dtype or one.shape != two.shape:
+        return math.inf
+    if one.dtype.kind not in "biufc":
+        return 0.0 if np.array_equal(one, two) else math.inf
+    differs = (one != two) & ~((one != one) & (two != two))
+    wide = np.result_type(one, np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
-        if one.dtype.kind in "biu":
-            high, low = (pick(one, two).astype(np.uint64) for pick in (np.maximum, np.minimum))
-            gap = (high - low).astype(np.float64)  # 0 only for equal numbers: float64 would round large ones first
-        else:
-            gap = np.where((left == right) | (np.isnan(left) & np.isnan(right)), 0.0, abs(left - right))
-            gap[np.isnan(gap)] = math.inf
-        differs = (gap > atol + rtol * abs(right)) | np.isinf(gap)
+        gap = abs(one.astype(wide) - two.astype(wide))
+    gap = np.where(np.isnan(gap), math.inf, np.maximum(gap, 1.0) if one.dtype.kind in "biu" else gap)
+    if rtol or atol:
+        differs &= ~(gap <= atol + rtol * abs(two.astype(wide)))
     return float(gap[differs].max(initial=0.0))
+
+
+def _array(leaf: Any) -> Any:
+    """The numbers as a numpy array, which has fewer dtypes than torch."""
+    if not isinstance(leaf, torch.Tensor):
+        return np.atleast_1d(np.asarray(leaf))
+    leaf = leaf.detach().dequantize() if leaf.is_quantized else leaf.detach()
+    wide = torch.complex128 if leaf.is_complex() else torch.float64 if leaf.is_floating_point() else leaf.dtype
+    return np.atleast_1d(leaf.to("cpu", wide).numpy(force=True))
 
 
 def _through(program: Program, state: Tree, batches: Sequence[Any]) -> Tree:

@@ -320,7 +320,6 @@ class Made(NamedTuple):
     """Functions that are made of a program's parts besides its steps."""
 
     steps: Callable[[Form], Steps]  # the same steps for another form of the state
-    gradient: Callable[..., Params] | None = None  # (state, batch) -> of a call, in eager mode, without its update
     statistics: Callable[..., Any] | None = None  # (state, view) -> step.Statistics, for `refresh_batchnorm`
     parts: Any = None  # `step.Parts`: the loss as a function of the parameters, for derivatives
     rewritten: Callable[[Callable[[Any], None]], Program] | None = None  # the program with its modules' copies changed

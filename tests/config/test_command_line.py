@@ -93,7 +93,6 @@ def test_options_override_the_file_and_the_file_the_defaults(tmp_path: Path) -> 
 def test_settings_of_fit_take_the_text_that_they_take_elsewhere(tmp_path: Path) -> None:
     texts = {
         "early-stopping": "5",
-        "profile": "10:13",
         "max-time": "00:01:00:00",
         "compile": "true",
         "limit-batches": '{"val": 3}',
@@ -102,7 +101,7 @@ def test_settings_of_fit_take_the_text_that_they_take_elsewhere(tmp_path: Path) 
     }
     options = [part for name, text in texts.items() for part in (f"--fit.{name}", text)]
     found = ps.config.cli(Config, options).fit
-    fields: dict[str, Any] = {"early_stopping": 5, "profile": (10, 13), "max_time": 3600, "compile": True, "steps": -1}
+    fields: dict[str, Any] = {"early_stopping": 5, "max_time": 3600, "compile": True, "steps": -1}
     fields |= {"limit_batches": {"val": 3}, "evaluate_every": 0.25}
     assert found == ps.FitConfig(epochs=3, monitor="val_loss", **fields)
 

@@ -80,7 +80,7 @@ ROWS = {
     "Weights & Biases": "metrics.md#weights--biases",
     "MLflow": "metrics.md#mlflow",
     "TensorBoard, CSV": "metrics.md#tensorboard-csv-json-lines",
-    "histograms of weights, gradients, updates": "metrics.md#histograms-of-weights-gradients-updates",
+    "histograms of weights and gradients": "metrics.md#histograms-of-weights-and-gradients",
     "a generator, a stream of data, with snapshots": "data.md#a-generator-a-stream-with-snapshots",
     "a test set": "data.md#a-test-set",
     "DDP, FSDP, DeepSpeed, tensor parallel": "processes.md#ddp-fsdp-zero-tensor-parallel",

@@ -1,5 +1,5 @@
-"""The state of the best row comes back: from snapshots, from memory, and into ``result.state``; and the view of a state
-that was scored is the default of all that reads a state.
+"""The state of the best row comes back, from snapshots and from memory; and the view of a state that was scored is the
+default of all that reads a state.
 """
 
 from __future__ import annotations
@@ -64,28 +64,6 @@ def test_the_best_state_is_that_of_the_best_row(snapshots: bool, compiled: bool,
     assert isinstance(result.best_state, TrainState)
 
 
-@pytest.mark.parametrize("snapshots", [False, True])
-def test_restore_best_returns_it_and_a_longer_run_goes_on_from_the_last(snapshots: bool, tmp_path: Path):
-    program, worse, ends = mlp(), Worse(2), list[Any]()
-
-    def at_end(event: Any) -> None:
-        if isinstance(event, events.FitEnd):
-            ends.append(event.state)
-
-    options: dict[str, Any] = {"snapshots": tmp_path / "run"} if snapshots else {}
-    options |= {"restore_best": True, "callbacks": [worse, at_end]}
-    result = fit(program.init(), (TRAIN, VAL), program, epochs=4, **options)
-    assert_trees_close(result.state, worse.seen[2], exact=True)
-    assert_trees_close(ends[0], result.state, exact=True)
-    if snapshots:
-        longer = fit(program.init(), (TRAIN, VAL), program, epochs=5, **options)
-        assert longer.history["val_loss"][:4] == result.history["val_loss"]
-        assert int(worse.seen[5].step) == 20  # trained on from the last state
-        assert_trees_close(longer.state, worse.seen[2], exact=True)
-        again = fit(program.init(), (TRAIN, VAL), program, epochs=5, **options)  # nothing is trained
-        assert_trees_close(again.state, worse.seen[2], exact=True)
-
-
 @pytest.mark.parametrize("how", [{"keep_best": 0, "keep": 1}, {"monitor": "train_loss", "keep": 1, "keep_best": 1}])
 def test_snapshots_that_delete_the_best_one_are_no_place_for_it(how: dict[str, Any], tmp_path: Path):
     program, worse = mlp(), Worse(1)
@@ -98,12 +76,23 @@ def test_without_a_metric_there_is_none():
     program = mlp()
     result = fit(program.init(), TRAIN, program, epochs=1)
     assert result.best is result.best_state is None
-    with pytest.raises(ConfigError, match="restore_best without a metric") as caught:
-        fit(program.init(), TRAIN, program, epochs=1, restore_best=True)
+    with pytest.raises(ConfigError, match="early_stopping without a metric") as caught:
+        fit(program.init(), TRAIN, program, epochs=1, early_stopping=1)
     assert caught.value.hint == "monitor='train_loss'"
-    result = fit(program.init(), TRAIN, program, epochs=2, restore_best=True, monitor="train_loss")
+    result = fit(program.init(), TRAIN, program, epochs=2, monitor="train_loss")
     assert result.best is not None
-    assert int(result.state.step) == 4 * result.best["epoch"]
+    assert int(result.best_state.step) == 4 * result.best["epoch"]
+
+
+def test_a_best_state_that_is_damaged_is_an_error(tmp_path: Path):
+    program = mlp()
+    result = fit(program.init(), TRAIN, program, epochs=2, monitor="train_loss", snapshots=tmp_path)
+    assert result.best is not None
+    for file in (tmp_path / str(result.best["step"]) / "state").rglob("*"):
+        if file.is_file():
+            file.write_bytes(b"")
+    with pytest.raises(Corrupt):
+        _ = result.best_state
 
 
 def test_a_result_can_be_pickled_with_its_best_state(tmp_path: Path):
@@ -274,21 +263,3 @@ def test_the_short_average_is_warned_of_once_for_a_program(caplog: pytest.LogCap
 
     one, other = made(), made()
     assert (lines(one, 3), lines(one, 1), lines(other, 2)) == (1, 0, 1)
-
-
-def test_a_best_state_that_cannot_be_read_ends_the_run_for_the_sinks_too(tmp_path: Path):
-    program, ends = mlp(), list[events.FitEnd]()
-
-    def damage(event: events.Event) -> None:
-        if isinstance(event, events.FitEnd):
-            ends.append(event)
-        elif isinstance(event, events.EpochEnd) and event.epoch == 3:
-            for file in (tmp_path / "4" / "state").rglob("*"):
-                if file.is_file():
-                    file.write_bytes(b"")
-
-    options = {"restore_best": True, "monitor": "train_loss", "mode": "max", "callbacks": [damage]}
-    with pytest.raises(Corrupt) as caught:
-        fit(program.init(), TRAIN, program, epochs=4, snapshots=ps.Snapshots(tmp_path, keep=5), **options)
-    assert [event.error for event in ends] == [caught.value]
-    assert caught.value.result.epochs == 4

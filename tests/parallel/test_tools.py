@@ -1,4 +1,4 @@
-"""`predict`, histograms, `refresh_batchnorm` and `find_learning_rate` in several processes: equal to one process."""
+"""`predict`, `refresh_batchnorm` and `find_learning_rate` in several processes: equal to one process."""
 
 from __future__ import annotations
 
@@ -42,19 +42,6 @@ def test_separate_loaders_are_joined_by_batch_and_then_by_process(found: list[di
 def test_processes_of_one_model_predict_each_row_once():
     for output in run("rigs.parallel.tool_cases:split_by_tensor", 2, timeout=90):
         assert output.value["far"] < 1e-12
-
-
-def test_histograms_are_those_of_one_process(found: list[dict[str, Any]]):
-    for one in (each for both in found for each in (*both["histograms"], both["histograms of units"])):
-        assert max(one["far"].values()) < 1e-12
-        assert one["updates"] == [1, 2, 3, 4, 5]
-        assert one["kinds"] == ["gradients", "updates", "weights"]
-
-
-def test_a_gradient_that_ignores_the_size_of_a_share_is_seen(found: list[dict[str, Any]]):
-    for far in (both["unweighted"]["far"] for both in found):
-        assert far["gradients"] > 1e-6
-        assert max(far["weights"], far["updates"]) < 1e-12
 
 
 def test_the_statistics_are_those_of_one_process(found: list[dict[str, Any]]):

@@ -284,51 +284,6 @@ def test_the_speed_of_a_row_leaves_evaluations_out():
     assert all(speed > with_evaluation for speed, with_evaluation in found)
 
 
-@pytest.mark.slow
-def test_a_notebook_has_one_output_that_is_replaced(tmp_path: Path):
-    nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed")
-    nbformat = pytest.importorskip("nbformat")
-    pytest.importorskip("ipykernel")
-    source = str(Path(ps.__file__).parents[1])
-    code = f"import sys; sys.path.insert(0, {source!r})"
-    code += """
-import time, torch, purestep as ps
-program = ps.program(torch.nn.Linear(2, 1), ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
-batch = (torch.ones(4, 2), torch.ones(4, 1))
-def slow():
-    for _ in range(200):
-        time.sleep(0.005)
-        yield batch
-class Slow:
-    __len__ = lambda self: 200
-    __iter__ = lambda self: slow()
-result = ps.fit(program.init(), {"train": Slow(), "val": [batch]}, program, epochs=2, log_every=1)
-"""
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
-    seen: list[str] = []
-
-    class Client(nbclient.NotebookClient):
-        def output(self, outs: Any, message: Any, *args: Any, **more: Any) -> Any:
-            seen.append(message["msg_type"])
-            return super().output(outs, message, *args, **more)
-
-        def process_message(self, message: Any, *args: Any, **more: Any) -> Any:
-            if message["msg_type"] == "update_display_data":
-                seen.append(message["content"]["data"]["text/plain"])
-            return super().process_message(message, *args, **more)
-
-    Client(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
-    (output,) = notebook.cells[0].outputs
-    assert output.output_type == "display_data"
-    lines = output.data["text/plain"].splitlines()
-    assert [line[:9] for line in lines] == ["epoch 1/2", "epoch 2/2"]
-    assert all("val_loss" in line and "━" not in line for line in lines)
-    live = [text.splitlines()[-1] for text in seen if "━" in text]
-    assert 4 <= len(live) < 40  # of 400 steps
-    assert any("steps/s" in line for line in live)
-    assert all(len(line) <= 100 for line in live)
-
-
 def test_a_bar_draws_no_number_of_the_callers(monkeypatch: pytest.MonkeyPatch):
     """rich draws one as it is imported."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "rich" or name.endswith(".live_bar")]:

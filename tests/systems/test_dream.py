@@ -160,7 +160,6 @@ def test_a_training_can_be_unit_tested_and_timed():
     program, data = classifier(), batches(4, 4)
     state = program.init(device="cpu")
     ps.testing.assert_pure(program.train_step, state, data[0])
-    ps.testing.assert_resumes(program, state, data)
     counter = []
 
     def impure(state: ps.TrainState, batch: Batch) -> Any:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -200,18 +198,9 @@ def test_other_wrong_arguments_say_what_to_pass() -> None:
         ps.find_learning_rate(ps.Program(lambda s, b: (s, {})), state, BATCHES)
 
 
-def test_the_plot_is_a_picture_and_needs_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_is_one_line() -> None:
     sweep = rate_finder.RateSweep([1e-3, 1e-2, 1e-1], [3.0, 1.0, 2.0], 1e-2, 0.1)
-    sweep.plot(tmp_path / "sweep.png")
-    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
     assert str(sweep) == "suggestion 1.00e-02; 3 learning rates, 1.0e-03 to 1.0e-01, diverged at 1.00e-01"
-
-    def missing(name: str) -> Any:
-        raise ModuleNotFoundError("no", name="matplotlib")
-
-    monkeypatch.setattr(importlib, "import_module", missing)
-    with pytest.raises(ConfigError, match=r"needs matplotlib.*purestep\[plot\]"):
-        sweep.plot(tmp_path / "again.png")
 
 
 def test_a_loader_that_keeps_something_is_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -29,12 +29,11 @@ IMAGES = (torch.ones(4, 3, 8, 8), torch.zeros(4, dtype=torch.int64))
 
 
 def test_rows_and_totals_count_what_the_module_has() -> None:
-    model = net()
-    found = summarized(optim.adamw(1e-3, mask=optim.decay_mask(model)), model)
+    found = summarized(optim.adamw(1e-3))
     rows = {row.module: row[2:] for row in found.rows}
-    assert rows == {"0": (0, 3 * 8 * 9 + 8, 0), "1": (16, 0, 0), "4": (2890, 0, 2880)}
+    assert rows == {"0": (0, 3 * 8 * 9 + 8), "1": (16, 0), "4": (2890, 0)}
     assert found.rows[-1].shapes == {"weight": (8, 3, 3, 3), "bias": (8,)}
-    assert (found.trained, found.frozen, found.decayed) == (2906, 224, 2880)
+    assert (found.trained, found.frozen) == (2906, 224)
     assert found.buffers == 8 + 8 + 1
     assert found.parameter_bytes == 4 * (2906 + 224)
     assert found.forward_flops is found.step_flops is None
@@ -46,30 +45,6 @@ def test_flops_are_those_of_the_layers() -> None:
     assert found.forward_flops == convolution + linear
     # the linear layer's weight and input; the convolution is frozen
     assert found.step_flops == found.forward_flops + 2 * linear
-
-
-WEIGHTS = 2880 + 10
-DECAYED: dict[str, tuple[Any, int | None]] = {
-    "none": (optim.adam(1e-3), 0),
-    "all": (optim.adamw(1e-3), 2906),
-    "zero": (optim.adamw(1e-3, weight_decay=0.0), 0),
-    "coupled": (optim.sgd(0.1, weight_decay=0.1, mask="^4"), WEIGHTS),
-    "chained": (optim.chain(optim.clip_by_global_norm(1.0), optim.lion(1e-3, mask="^4")), WEIGHTS),
-    "a group": (
-        optim.partition({"a": optim.adamw(1e-3), "b": optim.sgd(0.1)}, [("^4", "a"), ("", "b")]),
-        WEIGHTS,
-    ),
-    "masked": (optim.masked(optim.chain(optim.identity(), optim.adamw(0.1)), "^4"), WEIGHTS),
-    "injected": (optim.inject(optim.adamw)(learning_rate=1e-3, weight_decay=0.1, mask="^4"), WEIGHTS),
-    "unknown": (optim.from_torch(torch.optim.AdamW, lr=1e-3), None),
-    "partly unknown": (optim.chain(optim.add_decayed_weights(0.1), optim.from_torch(torch.optim.SGD, lr=1.0)), 2906),
-}
-
-
-@pytest.mark.parametrize("kind", DECAYED)
-def test_every_transform_says_what_it_decays(kind: str) -> None:
-    tx, wanted = DECAYED[kind]
-    assert summarized(tx).decayed == wanted
 
 
 def test_the_table_is_aligned_and_narrow() -> None:
@@ -91,9 +66,8 @@ def test_the_table_is_aligned_and_narrow() -> None:
     assert ends == {max(map(len, lines))}
 
 
-def test_what_is_unknown_is_blank() -> None:
-    model = nn.Linear(2, 2)
-    program = ps.program(model, ps.supervised(nn.MSELoss()), optim.from_torch(torch.optim.SGD, lr=0.1))
+def test_a_model_without_modules_has_a_row() -> None:
+    program = ps.program(nn.Linear(2, 2), ps.supervised(nn.MSELoss()), optim.from_torch(torch.optim.SGD, lr=0.1))
     lines = str(ps.summary(program, program.init())).splitlines()
     assert lines[2].split() == ["(model)", "2x2,", "2", "6", "0"]
 

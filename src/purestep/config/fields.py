@@ -84,20 +84,6 @@ def _seconds(value: Any) -> Any:
         raise ValueError("must be a duration") from None
 
 
-def _profile(value: Any) -> Any:
-    value = literal(value)
-    parts: Any = value.split(":", 2) if isinstance(value, str) else value
-    return (
-        [str(part) if isinstance(part, Path) else part for part in parts] if isinstance(parts, list | tuple) else parts
-    )
-
-
-def _window(value: Any) -> Any:
-    if value is not None and value[0] >= value[1]:
-        raise ValueError("must end behind its first update")
-    return value
-
-
 def _early_stopping(value: Any) -> stopping.EarlyStopping | None:
     value = literal(value)
     if value is None or isinstance(value, stopping.EarlyStopping):
@@ -208,9 +194,3 @@ Metric = Annotated[Annotated[str, MinLen(1)] | None, _says('must be the name of 
 Patience = Annotated[stopping.EarlyStopping | None, BeforeValidator(_early_stopping), PlainSerializer(_as_fields)]
 Resume = Annotated[_Path | None, BeforeValidator(_path), _says('must be "auto", the path of a snapshot, or None')]
 Device = Annotated[str | None, BeforeValidator(_device)]
-Profile = Annotated[
-    tuple[AtLeast0, Count] | tuple[AtLeast0, Count, _Path] | None,
-    AfterValidator(_window),
-    BeforeValidator(_profile),
-    _says("must be the first update and the one behind the last, such as (10, 13), and may name a directory"),
-]

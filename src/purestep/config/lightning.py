@@ -156,7 +156,9 @@ ARGUMENTS: dict[str, _Argument] = {
     "benchmark": _Argument(None, fields.Flag),
     "inference_mode": _Argument(True, fields.Flag),  # changes nothing: purestep evaluates without gradients
     "use_distributed_sampler": _Argument(True, fields.Flag),
-    "profiler": _Argument(finding="fit takes a window of updates instead", cure="ps.fit(..., profile=(10, 13))"),
+    "profiler": _Argument(
+        finding="fit has no profiler", cure="with torch.profiler.profile() as profiler: result = ps.fit(...)"
+    ),
     "detect_anomaly": _Argument(False, fields.Flag),
     "barebones": _Argument(False, fields.Flag),
     "plugins": _Argument(

@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 from ..errors import ConfigError
 from ..state import nearest
 
+_BEST = "result.best_state, which fit returns"
 ELSEWHERE = {
     "accumulate": "program(..., accumulate=4)",
     "accumulate_grad_batches": "program(..., accumulate=4)",
@@ -27,6 +28,7 @@ ELSEWHERE = {
     "learning_rate": "optim.adamw(learning_rate)",
     "logger": "fit(..., sinks=[f]) with your function f(event), or ps.sinks.tensorboard(directory)",
     "loggers": "fit(..., sinks=[f, g])",
+    "load_best_model_at_end": _BEST,
     "loss_fn": "ps.supervised(loss_fn)",
     "lr": "optim.adamw(lr)",
     "max_grad_norm": "optim.chain(optim.clip_by_global_norm(1.0), ...)",
@@ -35,6 +37,8 @@ ELSEWHERE = {
     "num_workers": "set it in the loaders",
     "patience": "fit(..., early_stopping=5)",
     "precision": 'program(..., precision="bf16-mixed")',
+    "restore_best": _BEST,
+    "restore_best_weights": _BEST,
     "save_dir": 'fit(..., snapshots="runs/name")',
     "save_freq": 'fit(..., snapshots=Snapshots("runs/name", every_epochs=1))',
     "scheduler": "optim.adamw(schedules.warmup_cosine(...))",
@@ -51,8 +55,6 @@ ELSEWHERE = {
 """Settings that belong to other functions. `fit` would ignore their values."""
 
 ALIASES = {
-    "load_best_model_at_end": "restore_best",
-    "restore_best_weights": "restore_best",
     "best_model_metric": "monitor",
     "compile_model": "compile",
     "early_stop_patience": "early_stopping",

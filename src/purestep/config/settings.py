@@ -70,20 +70,8 @@ class FitConfig(BaseModel):
     """An `EarlyStopping`, its fields as a mapping, or its patience: consecutive evaluations without improvement
     (epochs, if each is evaluated once), at least 1. None: off."""
 
-    restore_best: fields.Flag = False
-    """Return the state of the best row as ``result.state``, as `FitResult.best_state` does, when the run ends well. The
-    snapshots keep the last state too, from which a longer run continues."""
-
     log_every: fields.AtLeast0 = Field(default=50, examples=[50])
     """Updates between two lines of the log, at least 0. 0: log only at the end of an epoch."""
-
-    histograms: fields.AtLeast0 = Field(default=0, examples=[500])
-    """Updates between two histograms of each parameter's weights, gradients and updates, for sinks that plot them
-    (``ps.sinks.tensorboard``, ``ps.sinks.wandb``) and callbacks: at least 0. 0: none. A recorded update waits for the
-    device, copies the weights, and repeats the forward and backward pass of its batch in eager mode, since a step
-    returns no gradients; under accumulation these are of the last micro-batch of the window. Take a few hundred. Each
-    of several processes then holds the whole weights twice and the whole gradients, also where the state is in pieces,
-    and a pass that fails in one of them ends the run."""
 
     resume: fields.Resume = Field(default="auto", examples=["auto", None])
     """``"auto"``: continue from the newest intact snapshot in the run's directory, if there is one. A path: continue
@@ -138,20 +126,6 @@ class FitConfig(BaseModel):
     """Batches of a loader to use in each epoch. An int is their number, a float their share in (0, 1] of the batches if
     their number is known, else of ``len(loader)``. A mapping sets it for each loader; 0 skips an evaluation loader.
     None: all."""
-
-    profile: fields.Profile = Field(default=None, examples=[(10, 13)])
-    """Record a window of updates with `torch.profiler`: ``(10, 13)`` are the updates 10, 11 and 12 of this call of
-    `fit`, counted from 0, with the loading of their batches. The trace ``trace_10-12.json.gz`` is for Perfetto or
-    ``chrome://tracing``; its numbers count the updates before a resume too. It goes into the directory of the
-    snapshots, into that of ``(10, 13, "traces")``, or else into the working directory. A profiler that fails is logged,
-    and the run goes on. The first of several processes is recorded."""
-
-    record: fields.AtLeast0 = Field(default=0, examples=[10])
-    """Debugging: keep copies of the last n batches, and states from which their steps can be repeated, at least 0: two
-    copies of the state and up to 2 n - 1 batches, in memory on their devices. They are ``result.recording``; if an
-    error ends the run, ``error.recording`` and files in ``recording/`` of the snapshots' directory, for
-    `purestep.testing.replay`. A flush, and a callback that returns a state, start a copy of the state too. 0: off. In
-    one process only."""
 
     progress: fields.Flag = True
     """Show a progress bar on a terminal and print plain lines elsewhere. False: print nothing. With ``sinks=[...]``,

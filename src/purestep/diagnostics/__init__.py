@@ -3,7 +3,6 @@
 purity     call a step twice, and compare its arguments and results
 nonfinite  repeat a step, and find the module, operation and line that first return nan or inf
 replay     write the state and the batch of a step to a file, and read them
-recording  the last batches of a run, in one file
 """
 
 from __future__ import annotations
@@ -12,4 +11,3 @@ from .nonfinite import Repeated as Repeated
 from .nonfinite import bad_leaves as bad_leaves
 from .nonfinite import not_finite as not_finite
 from .nonfinite import repeated as repeated
-from .recording import Recording as Recording

@@ -25,7 +25,7 @@ from ..model import Inference, functional
 from ..state import check_choice, check_count, known_keywords, stacked, views
 from ..step import Adding, Closing, static_of
 from ..torch_ext import draws, tracing
-from ..types import Batch, Empty, Mean, Metrics, Params, Program, Static, Steps, TrainState
+from ..types import Batch, Empty, Mean, Metrics, Program, Static, Steps, TrainState
 
 _CURE = "replace this operation (torch.where instead of if); or train the members one by one, with the program itself"
 
@@ -128,13 +128,6 @@ def ensemble(program: Program, members: int, *, batches: Literal["shared", "own"
 
         return Inference(run)
 
-    def gradient(state: TrainState, batch: Batch) -> Params:
-        """The gradients of all members, with a leading dimension for them."""
-        assert base.static is not None
-        assert base.static.made.gradient is not None
-        of_member = base.static.made.gradient
-        return mapped(of_member, mapped.plain(state), batch, name="step", where="train_step")
-
     assert base.static is not None
     of_one, tail = base.static.made.steps, base.static.tail
     steps = _steps_of(mapped, Steps(base.train_step, base.flush), tail)
@@ -142,7 +135,7 @@ def ensemble(program: Program, members: int, *, batches: Literal["shared", "own"
         members=members,
         member=base,
         made=base.static.made._replace(
-            steps=lambda form: _steps_of(mapped, of_one(form), tail), gradient=gradient, rewritten=None, init_with=None
+            steps=lambda form: _steps_of(mapped, of_one(form), tail), rewritten=None, init_with=None
         ),
     )
     for function in steps:  # read by compile_step

@@ -14,12 +14,12 @@ signals           SIGINT, SIGTERM and SIGUSR1 during a run
 environment       torch's switches during a run
 nonfinite_steps   states that stopped at a number that is not finite
 purity_check      a check of the first calls
-call_hooks        what settings of `fit` record at each call:
-recorder  histograms  profiling                      the last batches; histograms; a trace of `torch.profiler`
-decisions  ranks                                     what is decided between two calls, by one process or several
-evaluate                                             `run_epoch`, `evaluate`
+decisions         what is decided between two calls, by one process or several
+ranks             how many processes a run has, and what it needs for several
+evaluate          `run_epoch`, `evaluate`
 
-The path of a batch, from a DataLoader with indices to the step: `fit` takes it by ``next``, each file from the next::
+The path of a batch, with five files between a DataLoader with indices and the step; each file takes it from the next by
+``next``::
 
     train_call                     calls the step; before that data/batch_spec checks the batch
     fit                            does what is due at this position, then takes the next batch
@@ -32,10 +32,9 @@ The path of a batch, from a DataLoader with indices to the step: `fit` takes it 
 For other loaders data/iterable takes the place of the last two. From the step back: `fit` replaces state and position,
 `accounting` holds the metrics until `metric_queue` reads them.
 
-The path of a snapshot::
+The path of a snapshot, six files. `decisions` says if one is due, for several processes by one clock::
 
     fit                            asks between two calls (`_decide`), and at a boundary (`_boundary`)
-    decisions                      `Decisions.is_snapshot_due`: of several processes, by one clock
     saving                         `Checkpointer`: is this call saved? adds `LoopState` and what the feed stores
     snapshot/snapshots             the policy, and one save at a time
     snapshot/staging               copies the state to the host

@@ -1,10 +1,11 @@
 """The decisions between two calls: of a run of one process, and those that several processes take together.
 
 A signal, the end of `max_time`, a snapshot that is due by the clock, an error of the writer and a callback's `Stop` may
-reach one process only. After every call, after every batch of an evaluation and at every boundary, the processes
-exchange a few integers over the host group; each waits for the others, and all act on the largest of each number at
-that place. An exchange takes some tenths of a millisecond on one host (0.45 ms for two processes on two busy cores) and
-waits for no device.
+reach one process only. At each boundary, before each snapshot, and at every `EVERY`-th call of the step or batch of an
+evaluation between them, the processes exchange a few integers over the host group; each waits for the others, and all
+act on the largest of each number at that place. An exchange takes some tenths of a millisecond on one host (0.45 ms for
+two processes on two busy cores) and waits for no device. Limits and snapshots that are counted in updates or epochs
+follow from `LoopState`, which is the same everywhere: they need no exchange, and are not late.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ _SAME_PLACE = (
     "global generator, and callbacks that return states by the same rule"
 )
 _SIGNALS: tuple[Pending | None, ...] = (None, "snapshot", "interrupt", "terminate")
+
+EVERY = 4
+"""Calls, or batches of an evaluation, between two exchanges: what one process alone sees is acted on so much later."""
 
 
 # --- decisions --------------------------------------------------------------------------------------------------------
@@ -85,12 +89,17 @@ class Decisions:
     def count_answer(self) -> None:
         """Note that a callback returned a state."""
 
-    def take(self, loop: LoopState) -> LoopState:
+    def take(self, loop: LoopState, *, inside: bool = False) -> LoopState:
         """Take the decisions of this place, and return the state after them.
+
+        Args:
+            loop: after a call of the step.
+            inside: the place lies between two boundaries.
 
         Raises:
             WriteFailed: the writer has failed.
         """
+        del inside
         self._checkpointer.check()
         return loop
 
@@ -160,9 +169,11 @@ class JointDecisions(Decisions):
         return bool(self._joint.over)
 
     def is_snapshot_due(self, loop: LoopState) -> bool:
-        names = self._checkpointer.due(loop)
         by_clock = self._joint.snapshot and not self._checkpointer.is_saved(loop)
-        return bool(by_clock) or any(name != "every_seconds" for name in names)
+        return bool(by_clock) or self._is_due_by_count(loop)
+
+    def _is_due_by_count(self, loop: LoopState) -> bool:
+        return any(name != "every_seconds" for name in self._checkpointer.due(loop))
 
     def stop(self, loop: LoopState, reason: str) -> LoopState:
         self._stop = self._stop or reason
@@ -171,14 +182,17 @@ class JointDecisions(Decisions):
     def count_answer(self) -> None:
         self._answers += 1
 
-    def take(self, loop: LoopState) -> LoopState:
-        """As `Decisions.take`: a collective.
+    def take(self, loop: LoopState, *, inside: bool = False) -> LoopState:
+        """As `Decisions.take`: a collective; inside an epoch at every `EVERY`-th call and before a snapshot.
 
         Raises:
             WriteFailed: the writer has failed, in every process.
             RankError: the processes are at different places in the data, or callbacks returned states in some of them.
         """
         self._loop = loop
+        if inside and loop.calls % EVERY and not self._is_due_by_count(loop):
+            self._joint = self._joint._replace(snapshot=0)  # it was saved at the place of the exchange
+            return loop
         self._exchange()
         if not self._joint.stop:
             return loop
@@ -203,8 +217,9 @@ class JointDecisions(Decisions):
             yield batch
 
     def evaluation(self, batches: Iterable[T]) -> Iterator[T]:
-        for batch in batches:
-            self._exchange()
+        for index, batch in enumerate(batches):
+            if index % EVERY == 0:
+                self._exchange()
             if self.leaving:
                 return
             yield batch

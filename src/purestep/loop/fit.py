@@ -17,7 +17,6 @@ from .. import data, events, files, parallel
 from ..compile import LiveState, MetricVector, as_dict, eager_program, released, set_batch_sizes, states
 from ..diagnostics import purity
 from ..errors import (
-    ConfigError,
     NonFiniteError,
     PurestepError,
     SnapshotError,
@@ -30,7 +29,6 @@ from ..state import views
 from ..types import Metrics, Program, Tree
 from . import (
     accounting,
-    call_hooks,
     decisions,
     environment,
     inputs,
@@ -98,11 +96,12 @@ def fit(
     process, and a run may go on with another number of processes. Callbacks run in every process, with its part of the
     state and its share of a batch; if they return a state, they do so in all. Sinks, the log and the directory belong
     to the first process. If one process gets a signal or `Stop`, comes to the end of ``max_time`` or has an error of
-    the writer, or if a snapshot is due by the first one's clock, all act on it together, at the same call. An error in
-    one process ends the others with a RankError, without a snapshot, which would take all of them.
+    the writer, or if a snapshot is due by the first one's clock, all act on it together: at the same call, at most
+    three calls later. An error in one process ends the others with a RankError, without a snapshot, which would take
+    all of them.
 
     Returns:
-        `FitResult`: the last state (with ``restore_best=True`` the best one), the history, the best epoch, the number
+        `FitResult`: the last state, the history, the best epoch, the number
         of epochs and why it ended; ``result.best_state`` is the state of the best epoch. The module is not written.
 
     Raises:
@@ -176,8 +175,6 @@ class _Run:
         mesh: parallel.Mesh | None,
     ) -> None:
         """Take the state and the position of an interrupted run, if there is one, and open the other parts."""
-        if config.record and mesh is not None:
-            raise ConfigError("record keeps the batches of one process alone", where="fit", hint="record=0")
         decisions.check_alike(mesh, lambda: decisions.facts_of(self.state, program, config))
         decisions.check_data(mesh, feeds)
         self.config, self.feeds, self.callbacks = config, feeds, callbacks
@@ -194,7 +191,7 @@ class _Run:
         self.program = program = train_call.ready_program(program, self.state, config)
         set_batch_sizes(program, sizes)
         self.members = program.static.members if program.static is not None else 0
-        self.call = train_call.train_call(self.eager, program, self.state, config)
+        self.call = train_call.TrainCall(self.eager, program, self.state, config)
         if snapshots is not None and self.monitor.metric is not None:
             snapshots.track(self.monitor.metric, mode=self.monitor.mode)
         decisions.check_alike(mesh, lambda: decisions.place_of(loop))
@@ -204,8 +201,6 @@ class _Run:
         self.checkpointer = Checkpointer(snapshots, feeds.train, program, saved=saved)
         self.best_state = BestState(self.monitor.kept_by(snapshots), config.resume)
         self.decisions = decisions.opened(mesh, signals, self.checkpointer, self.accounting, config, feeds.train)
-        rank = 0 if mesh is None else mesh.rank
-        self.hooks = call_hooks.opened(config, self.eager, self.state, loop, snapshots, rank=rank)
         if not self.is_resumed:
             policy.warn_of_short_average(program, config, feeds.train)
 
@@ -277,7 +272,6 @@ class _Run:
             if is_pause:
                 self._save()
             self._boundary(self.loop, list(self.feeds.evaluation), is_pause=is_pause)
-        self._decide(batches)
         self._save()
         self._decide()
         return True
@@ -340,7 +334,7 @@ class _Run:
         if not is_pause:
             self.checkpointer.add_row(loop, row)
         if improved:
-            self.best_state.keep(state, loop)
+            self.best_state.keep(state)
         if improved or loop.stop or limit_reached(self.config, loop) or self.decisions.is_snapshot_due(loop):
             self._save()
 
@@ -349,8 +343,6 @@ class _Run:
     def _call_step(self, batch: Any) -> None:
         """Call train_step. Nothing is read from the device."""
         loop = self.loop
-        for hook in self.hooks:
-            hook.before_call(self.state, batch, loop)
         self.state, metrics = self.call(self.state, batch, loop)
         self.loop = loop.stepped()
         self._count(
@@ -373,7 +365,6 @@ class _Run:
 
     def _count(self, call: Call, metrics: Metrics | MetricVector, batch: Any) -> None:
         """Hand the metrics of a call to the accounts and the callbacks, and take in what is due of earlier ones."""
-        recorded = [hook.after_call(self.state, call) for hook in self.hooks]
         outputs: dict[str, Any] = {}
         if not isinstance(metrics, MetricVector):  # which has none
             outputs, metrics = handed_out.outputs(metrics), handed_out.measured(metrics)
@@ -382,8 +373,6 @@ class _Run:
             updates = self.loop.updates_at_most
             event = events.StepEnd(self.state, as_dict(metrics), batch, call.epoch, call.batch, updates, outputs)
             self.state, self.loop = self._with_answers(self.state, self.loop, self.callbacks.ask(event))
-        for found in filter(None, recorded):
-            self._dispatch(found)
         self._settle(wait=False)
 
     def _settle(self, *, wait: bool) -> None:
@@ -453,7 +442,7 @@ class _Run:
     def _decide(self, batches: data.Prefetched | None = None) -> None:
         """Take the decisions of this place: raise the writer's error, save a snapshot that is due inside an epoch (at
         its end the boundary saves it), act on a signal."""
-        self.loop = self.decisions.take(self.loop)
+        self.loop = self.decisions.take(self.loop, inside=batches is not None)
         if batches is not None and self.decisions.is_snapshot_due(self.loop) and batches.more():
             self._settle(wait=True)
             self._save()
@@ -567,16 +556,11 @@ class _Run:
         """Return the result so far."""
         loop, view = self.loop, self.view or "params"
         best, stop = self.monitor.best(loop), loop.stop or "error"
-        recording = tuple(part for hook in self.hooks for part in hook.recording())
-        return FitResult(
-            released(self.state), dict(loop.history), best, loop.epoch, stop, view, self.best_state, recording
-        )
+        return FitResult(released(self.state), dict(loop.history), best, loop.epoch, stop, view, self.best_state)
 
     def _end(self, error: BaseException | None) -> None:
         """Dispatch FitEnd, whatever ended the run."""
         self.best_state.end(self.state, self.loop)
-        failed = self._restore_best() if error is None and self.config.restore_best else None
-        error = error or failed
         if isinstance(error, NonFiniteError | StepContractError):
             self.state = nonfinite_steps.before_halt(self.state)
             vars(error)["result"] = self._result()
@@ -584,22 +568,5 @@ class _Run:
                 nonfinite_steps.write_replay_file(error, self.checkpointer.snapshots)
         if isinstance(error, KeyboardInterrupt | SystemExit) and not self._has_saved and not is_at_once(error):
             vars(error)["result"] = self._result()  # it may have that of a run inside a callback
-        for hook in self.hooks:
-            hook.end(error, self.checkpointer.snapshots)
         result = self._result()
         self.callbacks.end(events.FitEnd(result.state, result.stop_reason, result.history, result.best, error))
-        if failed is not None:
-            vars(failed)["result"] = result
-            raise failed
-
-    def _restore_best(self) -> SnapshotError | None:
-        """Go back to the best state; return the error if its snapshot cannot be read."""
-        try:
-            best = self.best_state()
-        except SnapshotError as error:
-            return error
-        if best is None:
-            _log.warning("restore_best: there is no best state, so the result has the last one")
-        else:
-            self.state = best
-        return None

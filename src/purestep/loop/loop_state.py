@@ -6,10 +6,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from .. import stopping
-from ..diagnostics import Recording
 from ..errors import ConfigError
 from ..types import Tree
 
@@ -99,8 +98,8 @@ class FitResult(NamedTuple):
     """The result of a run.
 
     Args:
-        state: the last one, or the best one with ``restore_best=True``. The module that the program was built from
-            stays what it was: ``ps.load_into(model, result.state)`` writes into it.
+        state: the last one. The module that the program was built from stays what it was:
+            ``ps.load_into(model, result.state)`` writes into it.
         history: ``"epoch"``, ``"step"`` (updates), ``"train_loss"``, ``"val_loss"``, ``"lr"``, ...: one entry per row.
         best: ``{"epoch", <monitor>, "step"}``. "step" is the name of the snapshot, which counts the calls of this run:
             more than updates if batches are accumulated. None without a monitor.
@@ -111,8 +110,6 @@ class FitResult(NamedTuple):
             use the same by default, except after ``evaluate_on="params"`` of a state with an average: pass
             ``view=result.view``.
         read_best: returns `best_state`.
-        recording: with ``record=n``, at least the last n calls, for `purestep.testing.replay`; each part begins with a
-            state.
     """
 
     state: Tree
@@ -122,7 +119,6 @@ class FitResult(NamedTuple):
     stop_reason: str
     view: str = "params"
     read_best: Callable[[], Tree | None] = _no_state
-    recording: tuple[Recording, ...] = ()
 
     @property
     def best_state(self) -> Tree | None:
@@ -155,42 +151,22 @@ class FitResult(NamedTuple):
         return {"best": best, "epochs": self.epochs}
 
 
-_NOT_STORED = ("window_left", "pending", "stop", "history", "computed")
+_NOT_STORED = ("window_left", "pending", "stop", "history")
+_NUMBERS = ("interval", "computed", "line", "last", "injected")
 
 
 def to_json(loop: LoopState) -> dict[str, Any]:
     """Return the state as JSON, without its history, which a snapshot stores as an array."""
     stored = {name: value for name, value in loop._asdict().items() if name not in _NOT_STORED}
-    if loop.computed:
-        computed = {
-            name: {key: _encode(value) for key, value in named.items()} for name, named in loop.computed.items()
-        }
-        stored["computed"] = computed
-    return stored | {
-        "best": loop.best._asdict(),
-        "interval": _sums_to_json(loop.interval),
-        "line": _sums_to_json(loop.line),
-        "last": {name: _encode(value) for name, value in loop.last.items()},
-        "injected": {name: _encode(value) for name, value in loop.injected.items()},
-    }
+    return stored | {"best": loop.best._asdict()} | {name: _encoded(stored[name]) for name in _NUMBERS}
 
 
 def from_json(stored: Mapping[str, Any], history: Mapping[str, list[Cell]] | None) -> LoopState:
     """Invert `to_json`. Unknown fields of a later version are ignored; missing ones keep their defaults."""
-    known = {name: value for name, value in stored.items() if name in LoopState._fields}
-    known["history"] = history or {}
-    known["best"] = stopping.Record(
-        **{name: known["best"][name] for name in stopping.Record._fields if name in known["best"]}
-    )
-    known["interval"] = _sums_from_json(known["interval"])
-    known["line"] = _sums_from_json(known.get("line", {}))
-    known["last"] = {name: float(value) for name, value in known["last"].items()}
-    computed = known.pop("computed", {})
-    if computed:
-        known["computed"] = {name: {key: float(value) for key, value in computed[name].items()} for name in computed}
-    injected = known.pop("injected", {})
-    if injected:
-        known["injected"] = {name: float(value) for name, value in injected.items()}
+    known: dict[str, Any] = {name: value for name, value in stored.items() if name in LoopState._fields}
+    known |= {name: _decoded(known[name]) for name in _NUMBERS if name in known}
+    best = {name: value for name, value in known["best"].items() if name in stopping.Record._fields}
+    known |= {"history": history or {}, "best": stopping.Record(**best)}
     return LoopState(**known)
 
 
@@ -221,14 +197,17 @@ def cell(value: Cell) -> Cell:
     return None if value is None or (isinstance(value, float) and not math.isfinite(value)) else value
 
 
-def _sums_to_json(sums: Mapping[str, tuple[float, float]]) -> dict[str, Any]:
-    return {name: [_encode(total), _encode(weight)] for name, (total, weight) in sums.items()}
-
-
-def _sums_from_json(stored: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
-    return {name: (float(total), float(weight)) for name, (total, weight) in stored.items()}
-
-
-def _encode(value: float) -> float | str:
-    """JSON has no nan and no infinity."""
+def _encoded(value: Any) -> Any:
+    """Numbers in mappings and tuples as JSON, which has no nan and no infinity: they are text."""
+    if isinstance(value, Mapping):
+        return {name: _encoded(one) for name, one in cast("Mapping[str, Any]", value).items()}
+    if isinstance(value, tuple):
+        return [_encoded(one) for one in cast("tuple[Any, ...]", value)]
     return value if math.isfinite(value) else str(value)
+
+
+def _decoded(value: Any) -> Any:
+    """Invert `_encoded`."""
+    if isinstance(value, Mapping):
+        return {name: _decoded(one) for name, one in cast("Mapping[str, Any]", value).items()}
+    return tuple(map(_decoded, value)) if isinstance(value, list) else float(value)

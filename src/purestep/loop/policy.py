@@ -151,10 +151,9 @@ def _loader_of(name: str, loaders: Iterable[str]) -> str | None:
 
 
 def _need_metric(config: FitConfig, known: Iterable[str]) -> None:
-    named = [name for name in ("early_stopping", "restore_best") if getattr(config, name)]
-    if named:
+    if config.early_stopping is not None:
         raise ConfigError(
-            f"{named[0]} without a metric: monitor is not set, and there is no val_loss",
+            "early_stopping without a metric: monitor is not set, and there is no val_loss",
             where="fit",
             hint=f"monitor={_likely(known)!r}",
         )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import data, events, files, tree
-from ..compile import LiveState, batch_sizes, is_alive, plain, states
+from ..compile import batch_sizes, is_alive, plain
 from ..errors import NotFound
 from ..parallel import processes
 from ..snapshot import Snapshots
@@ -87,8 +87,7 @@ class Checkpointer:
 class BestState:
     """The state of the best row so far, for `FitResult.best_state`.
 
-    A run with snapshots reads it from the snapshot that it saved there. A run without them keeps it in memory: a state
-    of an eager step on the CPU itself, which nobody overwrites, and a copy on the host of any other one.
+    A run with snapshots reads it from the snapshot that it saved there. A run without them keeps a copy on the host.
 
     Args:
         snapshots: None if the run saves none, or deletes the best one.
@@ -98,33 +97,25 @@ class BestState:
     def __init__(self, snapshots: Snapshots | None, resume: str | None) -> None:
         self._snapshots = snapshots
         self._resume = [] if resume in (None, "auto") else [Path(resume).absolute()]
-        self._kept: tuple[int, Tree, list[torch.device]] | None = None  # call, state on the host, devices of its leaves
+        self._kept: tuple[tree.TreeDef, list[tuple[torch.device, Tensor]]] | None = None
         self._places: list[tuple[Path, int]] = []
-        self._leaves: list[tuple[torch.Size, torch.dtype, torch.device]] = []
-        self._treedef: tree.TreeDef | None = None
+        self._template: Tree = None  # a state of the right shapes that takes no memory
 
-    def keep(self, state: Tree, loop: LoopState) -> None:
+    def keep(self, state: Tree) -> None:
         """Keep the state of the best row; it is saved already if the run has snapshots."""
-        if self._snapshots is not None:
-            return
-        leaves, treedef = tree.flatten(plain(state))
-        devices = [leaf.device if isinstance(leaf, Tensor) else torch.device("cpu") for leaf in leaves]
-        is_safe = data.device_of(state).type == "cpu" and not any(isinstance(part, LiveState) for part in states(state))
-        if not is_safe:
-            leaves = [leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self._kept = loop.calls, tree.unflatten(treedef, leaves), devices
+        if self._snapshots is None:
+            leaves, treedef = tree.flatten(plain(state))
+            self._kept = treedef, [(leaf.device, leaf.detach().to("cpu", copy=True)) for leaf in leaves]
 
     def end(self, state: Tree, loop: LoopState) -> None:
         """Remember where the best state is: the run has ended, and its last state may be donated before the call."""
         directories = [] if self._snapshots is None else [self._snapshots.directory]
         self._snapshots = None  # locks and threads, which a pickled result cannot have
-        if loop.best_step is None or state is None or not is_alive(state):
-            return
-        self._places = [(directory, loop.best_step) for directory in directories + self._resume]
-        leaves, self._treedef = tree.flatten(state)
-        self._leaves = [(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves if isinstance(leaf, Tensor)]
-        if len(self._leaves) < len(leaves):
-            self._places = []  # a state with leaves that are no tensors has no snapshots
+        if loop.best_step is not None and state is not None and is_alive(state):
+            self._places = [(directory, loop.best_step) for directory in directories + self._resume]
+            leaves, treedef = tree.flatten(state)
+            empty = [torch.empty((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape) for leaf in leaves]
+            self._template = tree.unflatten(treedef, empty)
 
     def __repr__(self) -> str:
         place = "in memory" if self._kept is not None else f"in {self._places[0][0]}" if self._places else "nowhere"
@@ -137,19 +128,11 @@ class BestState:
             Corrupt, Mismatch: the snapshot is damaged, or another one.
         """
         if self._kept is not None:
-            _, state, devices = self._kept
-            leaves, treedef = tree.flatten(state)
-            pairs = zip(leaves, devices, strict=True)
-            return tree.unflatten(treedef, [x.to(device) if isinstance(x, Tensor) else x for x, device in pairs])
+            treedef, copies = self._kept
+            return tree.unflatten(treedef, [copy.to(device, copy=True) for device, copy in copies])
         for directory, step in self._places:
             try:
-                return Snapshots(directory, writer=False).restore(self._template(), step=step).state
+                return Snapshots(directory, writer=False).restore(self._template, step=step).state
             except NotFound as error:
                 _log.warning("the best state is not in the snapshots: %s", error)
         return None
-
-    def _template(self) -> Any:
-        """Return a state of the right shapes that takes no memory."""
-        assert self._treedef is not None
-        made = [torch.empty((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in self._leaves]
-        return tree.unflatten(self._treedef, made)

@@ -17,7 +17,7 @@ from ..data import BatchCheck
 from ..diagnostics import not_finite, purity
 from ..errors import NonFiniteError, PurestepError, StepContractError
 from ..step import counting
-from ..types import Metrics, Program, TrainStep, Tree
+from ..types import Metrics, Program, Tree
 from .evaluate import check_pair
 from .loop_state import LoopState
 from .nonfinite_steps import FOUND, can_halt, halts
@@ -27,20 +27,6 @@ if TYPE_CHECKING:  # loads pydantic, which takes half as long as the rest of `im
     from ..config import FitConfig
 
 _EVERY = 64  # calls between two comparisons of the state's structure, which take a microsecond per leaf
-
-
-def train_call(eager: Program, program: Program, state: Tree, config: FitConfig) -> TrainCall:
-    """Return the function with which a run calls its step.
-
-    Args:
-        eager: the program, not compiled.
-        program: the one that the run uses, which may be compiled.
-        state: the first one.
-        config: of the run.
-    """
-    compiled = compile_.without_donation(program).train_step is not eager.train_step
-    check = PurityCheck(eager, config.check_every, compiled=compiled)
-    return TrainCall(program.train_step, state, check, anomalies=config.detect_anomaly, compiled=compiled)
 
 
 def ready_program(program: Program, state: Tree, config: FitConfig) -> Program:
@@ -63,14 +49,14 @@ class TrainCall:
     """``call(state, batch, loop)`` calls a train step.
 
     Args:
-        step: ``(state, batch) -> (state, metrics)``.
+        eager: the program, not compiled.
+        program: the one that the run uses, which may be compiled.
         state: structure, shapes and dtypes of later states must equal this one's.
-        check: of the first calls.
-        anomalies: read every result at once, and name the leaf that is not finite.
-        compiled: the step compares states itself.
+        config: of the run.
     """
 
-    def __init__(self, step: TrainStep, state: Tree, check: PurityCheck, *, anomalies: bool, compiled: bool) -> None:
+    def __init__(self, eager: Program, program: Program, state: Tree, config: FitConfig) -> None:
+        step = program.train_step
         self.broke_donation = False
         """True if a donated step failed while it wrote: the memory of its input state is undefined."""
         self._check_batch = BatchCheck()
@@ -81,9 +67,9 @@ class TrainCall:
         # A checked call is pure: its result goes into the memory that the other calls would have written.
         self._kept = step.kept if isinstance(step, compile_.DonatedStep) and step.adopts else None
         self._has_harmed = step.has_harmed if isinstance(step, compile_.DonatedStep) else lambda: False
-        self._check_purity = check
-        self._anomalies = anomalies
-        self._compiled = compiled
+        self._anomalies = config.detect_anomaly  # read every result at once, and name the leaf that is not finite
+        self._compiled = compile_.without_donation(program).train_step is not eager.train_step  # compares states itself
+        self._check_purity = PurityCheck(eager, config.check_every, compiled=self._compiled)
         self._kind = purity.Kind(state)
         self._weights = {weight.dtype for part in states(state) for weight in tree.leaves(part.params)}
         self._calls = 0
@@ -96,7 +82,7 @@ class TrainCall:
         Raises:
             DataError: the structure of the batch is not that of the first one.
             StepContractError: the step is not pure, or did not return metrics and a state like the one before.
-            NonFiniteError: with ``anomalies``, a loss or gradient that is not finite.
+            NonFiniteError: with ``detect_anomaly``, a loss or gradient that is not finite.
         """
         self._calls += 1
         self._loop = loop

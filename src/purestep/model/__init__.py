@@ -12,6 +12,5 @@ from .functional import Inference as Inference
 from .functional import Template as Template
 from .template import check_real as check_real
 from .template import check_whole as check_whole
-from .template import copy_with as copy_with
 from .template import unwrapped as unwrapped
 from .template import wrappers as wrappers

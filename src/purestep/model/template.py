@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -156,21 +156,6 @@ def copy_structure(module: _Module) -> _Module:
         memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
     for buffer in module.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-    return _copied(module, memo)
-
-
-def copy_with(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """Copy a module with other parameters and buffers, which are not copied; ties and `requires_grad` are kept.
-
-    Args:
-        module: is not changed.
-        tensors: one for each name of its `named_parameters` and `named_buffers`.
-    """
-    memo: dict[int, Any] = {}
-    for name, parameter in module.named_parameters():
-        memo[id(parameter)] = nn.Parameter(tensors[name], parameter.requires_grad)
-    for name, buffer in module.named_buffers():
-        memo[id(buffer)] = tensors[name]
     return _copied(module, memo)
 
 

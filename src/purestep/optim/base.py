@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -23,10 +23,6 @@ def _one_label(params: Params) -> Labels:
     return dict.fromkeys(params, ())
 
 
-def _no_decay(params: Params) -> dict[str, bool | None]:
-    return dict.fromkeys(params, False)
-
-
 class Kind(NamedTuple):
     """The computation of a transform of this package, as data.
 
@@ -44,7 +40,7 @@ class Kind(NamedTuple):
 
 
 class Transform(NamedTuple):
-    """A gradient transformation: two pure functions, and facts about them, for packing (`state.packed`) and `summary`.
+    """A gradient transformation: two pure functions, and facts about them, for packing (`state.packed`).
 
     Args:
         init: ``params -> state``. Creates every tensor of the state; scalars are 0-d int64 or float32. Masks are
@@ -56,7 +52,6 @@ class Transform(NamedTuple):
             several processes hold pieces of the parameters, a user's transform that reduces needs False.
         labels: ``params -> {name: label}``. Parameters with equal labels and dtypes are treated alike and may share a
             buffer.
-        decays: ``params -> {name: True if weight decay moves this parameter, None if that is unknown}``; for `summary`.
         kind: private; see `Kind`.
         evaluates: True if ``update`` evaluates the loss again: ``(gradients, state, params, *, value_and_grad) ->
             (the accepted parameters, state)``. ``value_and_grad(params)`` returns the loss of the same batch at other
@@ -76,7 +71,6 @@ class Transform(NamedTuple):
     update: Callable[..., tuple[Params, Tree]]
     elementwise: bool = True
     labels: Callable[[Params], Labels] = _one_label
-    decays: Callable[[Params], dict[str, bool | None]] = _no_decay
     kind: Kind | None = None
     evaluates: bool = False
 
@@ -181,18 +175,8 @@ def chain(*transforms: Transform) -> Transform:
         parts = [tx.labels(params) for tx in transforms]
         return {name: tuple(part[name] for part in parts) for name in params}
 
-    def decays(params: Params) -> dict[str, bool | None]:
-        parts = [tx.decays(params) for tx in transforms]
-        return {name: _any(part[name] for part in parts) for name in params}
-
-    whole = Transform(init, update, all(tx.elementwise for tx in transforms), labels, decays)
+    whole = Transform(init, update, all(tx.elementwise for tx in transforms), labels)
     return described(whole, "chain", takes_norms=True, transforms=transforms)
-
-
-def _any(decays: Iterable[bool | None]) -> bool | None:
-    """True if one of them is, else None if one is unknown."""
-    found = set(decays)
-    return True if True in found else None if None in found else False
 
 
 def apply_updates(params: Params, updates: Params) -> Params:

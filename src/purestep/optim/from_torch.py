@@ -95,10 +95,7 @@ def from_torch(optimizer: type[torch.optim.Optimizer], *, lr: Rate | None = None
         changes = {name: new[name] - params[name] for name in updates}
         return changes, FromTorchState(state.step + 1, learning_rate, slots)
 
-    def decays(params: Params) -> dict[str, bool | None]:
-        return dict.fromkeys(params)  # the optimizer's own matter
-
-    return Transform(init, update, elementwise=False, decays=decays)
+    return Transform(init, update, elementwise=False)
 
 
 class FromTorchState(NamedTuple):

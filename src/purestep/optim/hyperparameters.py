@@ -124,7 +124,7 @@ def _injected(factory: Callable[..., Transform], fixed: dict[str, Any], injected
     def labels(params: Params) -> Labels:
         return template.labels(params)
 
-    whole = Transform(init, update, template.elementwise, labels, template.decays)
+    whole = Transform(init, update, template.elementwise, labels)
     return described(whole, "inject", takes_norms=True, build=build)
 
 

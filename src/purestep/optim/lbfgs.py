@@ -156,10 +156,7 @@ def lbfgs(
         accepted = {name: leaf.detach().clone(memory_format=torch.preserve_format) for name, leaf in leaves.items()}
         return accepted, _from_torch(memory, new)
 
-    def decays(params: Params) -> dict[str, bool | None]:
-        return dict.fromkeys(params, False)
-
-    return Transform(init, update, elementwise=False, decays=decays, evaluates=True)
+    return Transform(init, update, elementwise=False, evaluates=True)
 
 
 def _to_torch(state: LbfgsState) -> dict[str, Any]:

@@ -83,6 +83,4 @@ def lookahead(
             new[name] = torch.where(is_due, (slow[name] - param).to(u.dtype), u)
         return new, LookaheadState(step, slow, new_inner)
 
-    return described(
-        Transform(init, update, inner.elementwise, inner.labels, inner.decays), "lookahead", takes_norms=True
-    )
+    return described(Transform(init, update, inner.elementwise, inner.labels), "lookahead", takes_norms=True)

@@ -133,7 +133,7 @@ def prodigy(
         used, d_leaf, r_leaf = (rate_leaf(value, step) for value in (rate, new_d, numerator))
         return new, ProdigyState(step, used, d_leaf, r_leaf, mu, nu, grad_sum, state.start, inner)
 
-    whole = Transform(init, update, labels=decay.labels, decays=decay.decays)
+    whole = Transform(init, update, labels=decay.labels)
     return described(real_only(whole, "prodigy"), "prodigy", takes_norms=True)
 
 

@@ -109,11 +109,7 @@ def add_decayed_weights(weight_decay: NonNegative, *, mask: Mask | None = None) 
     def decay(updates: Params, params: Params) -> Params:
         return {name: add_scaled(u, params[name], weight_decay) for name, u in updates.items()}
 
-    # A tensor counts as decay: reading its value would wait for the device.
-    inner = stateless(decay, elementwise=True)._replace(
-        decays=lambda params: dict.fromkeys(params, is_enabled(weight_decay))
-    )
-    inner = described(inner, "decay", weight_decay=weight_decay)
+    inner = described(stateless(decay, elementwise=True), "decay", weight_decay=weight_decay)
     return inner if mask is None else masked(inner, mask)
 
 

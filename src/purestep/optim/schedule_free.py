@@ -97,7 +97,7 @@ def schedule_free(
         step = state.step + 1
         return new, ScheduleFreeState(step, leaf, max_rate, weight_sum, rate_leaf(b1, step), z, new_inner)
 
-    whole = Transform(init, update, inner.elementwise, inner.labels, inner.decays)
+    whole = Transform(init, update, inner.elementwise, inner.labels)
     return described(real_only(whole, "schedule_free"), "schedule_free", takes_norms=True)
 
 

@@ -66,12 +66,7 @@ def masked(inner: Transform, mask: Mask) -> Transform:
         within = inner.labels({name: param for name, param in params.items() if chosen[name]})
         return {name: (True, within[name]) if chosen[name] else (False,) for name in params}
 
-    def decays(params: Params) -> dict[str, bool | None]:
-        chosen = _resolve(mask, params)
-        within = inner.decays({name: param for name, param in params.items() if chosen[name]})
-        return {name: within.get(name, False) for name in params}
-
-    whole = Transform(init, update, inner.elementwise, labels, decays)
+    whole = Transform(init, update, inner.elementwise, labels)
     return described(whole, "masked", takes_norms=True, inner=inner)
 
 
@@ -163,14 +158,7 @@ def partition(transforms: Mapping[str, Transform], labels: Rules) -> Transform:
             result.update({name: (label, inner) for name, inner in within.items()})
         return {name: result[name] for name in params}
 
-    def decays(params: Params) -> dict[str, bool | None]:
-        label_of = _resolve_labels(labels, params, transforms)
-        result: dict[str, bool | None] = {}
-        for label, tx in transforms.items():
-            result |= tx.decays({name: param for name, param in params.items() if label_of[name] == label})
-        return {name: result[name] for name in params}
-
-    whole = Transform(init, update, all(tx.elementwise for tx in transforms.values()), group_labels, decays)
+    whole = Transform(init, update, all(tx.elementwise for tx in transforms.values()), group_labels)
     return described(whole, "partition", takes_norms=True, transforms=transforms)
 
 

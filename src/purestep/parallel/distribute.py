@@ -147,7 +147,6 @@ def distribute(
     fixed = static._replace(
         made=static.made._replace(
             steps=lambda form: inner.made.steps(own.form(form)),
-            gradient=own.gradient,
             statistics=lambda state, view: cast(Any, statistics)(state, view, own.exchange, placement.weights),
         ),
         labels=None if static.labels is None else own.labels,
@@ -386,10 +385,6 @@ class _Distributed:
         """A callable with the whole weights, gathered now: every process calls it; see `Program`."""
         chosen = placement.weights(views.view(state, "params" if train and view is None else view))
         return self._program.bind(chosen, train=train)
-
-    def gradient(self, state: TrainState, batch: Batch) -> Params:
-        """The whole gradient of all processes' rows; see `Static`."""
-        return self._unsharded(self._inner.made.gradient(state, batch, self.form(Form(lambda x: x, lambda x: x))))
 
     def labels(self, params: Params) -> Labels:
         """The transform's labels, apart for parameters in pieces: those of one buffer are treated alike."""

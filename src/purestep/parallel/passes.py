@@ -106,5 +106,5 @@ def check_order(names: list[str]) -> None:
         pairs = itertools.zip_longest(first, other, fillvalue="none")
         for number, (here, there) in enumerate(pairs, 1):
             if here != there:
-                what = f"collective {number} of the call is {here} in process 0, {there} in process {rank}"
+                what = f"collective {number} since the last exchange is {here} in process 0, {there} in process {rank}"
                 raise RankError(f"processes differ: {what}", where="train", hint=_CURE)

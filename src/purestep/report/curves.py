@@ -18,7 +18,6 @@ class Curve(NamedTuple):
     run: int  # index
     loader: str  # "train", "val", ..., or "" for a quantity without one
     steps: list[float]  # optimizer updates
-    epochs: list[float]
     values: list[float]
 
 
@@ -50,25 +49,12 @@ def _curve(run: StoredRun, index: int, loader: str, name: str) -> Curve:
     on_epochs = [row for row in run.history if finite(row.get(name)) is not None]
     rows = rows if len(rows) > len(on_epochs) else on_epochs
     steps = [_number(row, "step", at + 1) for at, row in enumerate(rows)]
-    epochs = _epochs(run, rows, steps)
-    return Curve(index, loader, *_thinned(steps, epochs, [_number(row, name, 0.0) for row in rows]))
+    return Curve(index, loader, *_thinned(steps, [_number(row, name, 0.0) for row in rows]))
 
 
 def _number(row: Row, name: str, otherwise: float) -> float:
     value = finite(row.get(name))
     return otherwise if value is None else value
-
-
-def _epochs(run: StoredRun, rows: list[Row], steps: list[float]) -> list[float]:
-    """The number of epochs done at each row, with fractions inside an epoch."""
-    known = {0.0: 0.0} | {_number(row, "step", 0.0): _number(row, "epoch", 0.0) for row in run.history}
-    if len(known) < 2:
-        return [_number(row, "epoch", at + 1) for at, row in enumerate(rows)]
-    marks = sorted(known.items())
-    (before, epoch_before), (last, epoch) = marks[-2:]
-    beyond = last + (last - before), epoch + (epoch - epoch_before)  # a live run is ahead of its last row
-    at, done = zip(*marks, beyond, strict=True)
-    return [round(float(value), 4) for value in np.interp(steps, at, done)]
 
 
 def _thinned(*columns: list[float]) -> list[list[float]]:
@@ -78,19 +64,3 @@ def _thinned(*columns: list[float]) -> list[list[float]]:
     edges = np.linspace(0, count, MOST_POINTS + 1).astype(int)[:-1]
     sizes = np.diff([*edges, count])
     return [[float(f"{mean:.7g}") for mean in np.add.reduceat(np.asarray(c), edges) / sizes] for c in columns]
-
-
-def smoothed(values: list[float]) -> list[float]:
-    """An exponential moving average over a twentieth of the curve, without the pull of its start.
-
-    Example:
-        >>> smoothed([2.0] * 3)
-        [2.0, 2.0, 2.0]
-    """
-    decay = 1.0 - 2.0 / (max(len(values) / 20, 3.0) + 1.0)
-    total = weight = 0.0
-    found: list[float] = []
-    for value in values:
-        total, weight = decay * total + (1.0 - decay) * value, decay * weight + (1.0 - decay)
-        found.append(float(f"{total / weight:.7g}"))
-    return found

@@ -12,16 +12,17 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from rich.filesize import decimal
+
 from ..errors import ConfigError, printable
 from ..files import write_bytes
-from .curves import Curve, quantities, smoothed
-from .run_files import StoredRun, age, bytes_text, finite, number_text, when
+from .curves import Curve, quantities
+from .run_files import StoredRun, age, finite, number_text, when
 
 _COLUMNS = 2  # of charts
 _HEIGHT = 320  # of a chart, with the gap below
 _GAP = 85  # between two rows of charts: numbers and title of an axis, title of the next chart
 _TOP, _BOTTOM = 130, 60  # margins
-_SMOOTHED = 25  # points from which a curve gets a smoothed one
 _COLORS = ("#2a78d6", "#e07b00", "#1a9b6c", "#b04fc4", "#d03f4f", "#7a6ff0", "#8a7a00", "#0f97b3")
 _DASHES = ("solid", "dot", "dash", "dashdot", "longdash")
 _TITLES = {
@@ -125,8 +126,9 @@ def _figure(runs: list[StoredRun], names: list[str]) -> Any:
                 "dash": _DASHES[at % len(_DASHES)] if several else "solid",
             }
             for trace in _traces(curve, quantity, _text(label), line, runs[curve.run]):
-                figure.add_scatter(**trace, showlegend="customdata" in trace and label not in named, **place)
-                named |= {label} if "customdata" in trace else set()
+                shown = trace["showlegend"] and label not in named
+                figure.add_scatter(**(trace | {"showlegend": shown}), **place)
+                named |= {label} if shown else set()
     scales = [
         {"label": f"{titles[0]}: {kind}", "method": "relayout", "args": [{"yaxis.type": kind}]}
         for kind in ("linear", "log")
@@ -144,15 +146,12 @@ def _figure(runs: list[StoredRun], names: list[str]) -> Any:
 
 
 def _traces(curve: Curve, quantity: str, label: str, line: dict[str, Any], run: StoredRun) -> list[dict[str, Any]]:
-    """The arguments of plotly's ``Scatter``: the curve, a smoothed one over a long one, and a star at the best row."""
-    hover = f"{label}<br>update %{{x}}, epoch %{{customdata:.4g}}: %{{y:.5g}}<extra></extra>"
-    common: dict[str, Any] = {"x": curve.steps, "name": label, "legendgroup": label}
-    whole = common | {"customdata": curve.epochs, "hovertemplate": hover, "line": line}
-    if len(curve.values) < _SMOOTHED or quantity == "lr":
-        found = [whole | {"y": curve.values, "mode": "lines+markers" if len(curve.values) <= 30 else "lines"}]
-    else:
-        faint = {"mode": "lines", "line": {"color": line["color"], "width": 1}, "opacity": 0.45, "hoverinfo": "skip"}
-        found = [common | faint | {"y": curve.values}, whole | {"y": smoothed(curve.values), "mode": "lines"}]
+    """The arguments of plotly's ``Scatter``: the curve, and a star at the best row."""
+    hover = f"{label}<br>update %{{x}}: %{{y:.5g}}<extra></extra>"
+    common: dict[str, Any] = {"x": curve.steps, "name": label, "legendgroup": label, "showlegend": False}
+    mode = "lines+markers" if len(curve.values) <= 30 else "lines"
+    whole = {"y": curve.values, "mode": mode, "hovertemplate": hover, "line": line, "showlegend": True}
+    found = [common | whole]
     metric = f"{curve.loader}_{quantity}" if curve.loader else quantity
     if run.best is not None and run.monitor is not None and run.monitor[0] == metric:
         row = run.history[run.best]
@@ -176,7 +175,7 @@ def _facts(run: StoredRun) -> dict[str, str]:
         facts["last"] = f"epoch {run.history[-1].get('epoch')}, step {run.history[-1].get('step')}"
     if run.newest is not None:
         facts["newest snapshot"] = f"{run.newest.step}, {age(run.newest.saved)}"
-    facts["size"] = bytes_text(run.size)
+    facts["size"] = decimal(run.size)
     if run.problems:
         facts["problems"] = "; ".join(run.problems)
     if run.set_aside:
@@ -213,7 +212,7 @@ def _snapshots(run: StoredRun, name: str) -> str:
         if summary.problem is not None:
             cells += ["damaged", summary.problem]
         else:
-            cells += [when(summary.saved), bytes_text(summary.size)]
+            cells += [when(summary.saved), decimal(summary.size)]
             cells += [number_text(summary.metrics.get(metric)) for metric in ("epoch", *shown)]
         rows.append((bool(marks), cells))
     return _table(f"Snapshots of {name}", ["snapshot", "saved", "size", "epoch", *shown], rows)

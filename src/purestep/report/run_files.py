@@ -58,8 +58,7 @@ def read_run(path: Path | str, *, verify: bool = False) -> StoredRun:
     directory = Path(path).absolute()
     if not directory.is_dir():
         what = "is a file, not the directory of a run" if directory.exists() else "no such directory"
-        hint = _siblings(directory.parent) or "pass the directory of a run's snapshots"
-        raise NotFound(what, where=str(path), hint=hint)
+        raise NotFound(what, where=str(path), hint="pass the directory of a run's snapshots")
     holder, info = lock_holder(directory), snapshot.read_run_info(directory)
     found = snapshot.stored_steps(directory)
     problems = [summary.problem for summary in found if summary.problem is not None]
@@ -70,8 +69,9 @@ def read_run(path: Path | str, *, verify: bool = False) -> StoredRun:
     history, lines = _history(directory, newest, problems), _lines(directory, problems)
     history = history or [row for row in lines if row["kind"] == "epoch"]
     if not found and not history and not lines and info is None and holder is None:
-        hint = _siblings(directory) or "pass the directory that fit(snapshots=...) names"
-        raise NotFound("no snapshots of a run in it", where=str(path), hint=hint)
+        raise NotFound(
+            "no snapshots of a run in it", where=str(path), hint="pass the directory that fit(snapshots=...) names"
+        )
     monitor = _monitor(newest, info, history)
     state, how = _state(holder, info)
     return StoredRun(
@@ -89,15 +89,6 @@ def read_run(path: Path | str, *, verify: bool = False) -> StoredRun:
         set_aside=snapshot.set_aside(directory),
         problems=problems,
     )
-
-
-def _siblings(parent: Path) -> str:
-    """A hint that names runs below a directory, or ""."""
-    try:
-        names = [entry.name for entry in sorted(parent.iterdir()) if (entry / ".lock").is_file()]
-    except OSError:
-        return ""
-    return f"pass one of the runs in {parent}: {', '.join(names[:8])}" if names else ""
 
 
 # --- state ------------------------------------------------------------------------------------------------------------
@@ -160,19 +151,6 @@ def age(seconds: float) -> str:
         if passed >= 2 * size:
             return f"{passed / size:.0f} {name} ago"
     return f"{passed:.0f} s ago"
-
-
-def bytes_text(size: int) -> str:
-    """A number of bytes in words.
-
-    Example:
-        >>> bytes_text(999), bytes_text(1_500_000)
-        ('999 bytes', '1.5 MB')
-    """
-    for name, unit in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= unit:
-            return f"{size / unit:.1f} {name}"
-    return f"{size} bytes"
 
 
 def number_text(value: Any) -> str:

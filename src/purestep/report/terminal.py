@@ -6,11 +6,12 @@ import io
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.filesize import decimal
 from rich.markup import escape
 from rich.table import Table
 
 from ..errors import printable
-from .run_files import Row, StoredRun, age, bytes_text, number_text
+from .run_files import Row, StoredRun, age, number_text
 
 _ROWS = 8  # of the history
 
@@ -60,7 +61,7 @@ def _facts(run: StoredRun, *, verified: bool) -> list[tuple[str, str]]:
     more = "..., " if len(intact) > 8 else ""
     aside = f"; set aside: {', '.join(run.set_aside)}" if run.set_aside else ""
     facts.append(("snapshots", f"{len(intact)}{': ' if intact else ''}{more}{steps}{aside}"))
-    facts.append(("size", bytes_text(run.size)))
+    facts.append(("size", decimal(run.size)))
     facts.append(("whole", _wholeness(run, verified=verified)))
     return facts
 

@@ -1,4 +1,4 @@
-"""Progress of a run: a live bar on a terminal or in a notebook, or plain lines if the output is neither."""
+"""Progress of a run: a live bar on a terminal, else plain lines."""
 
 from __future__ import annotations
 
@@ -104,18 +104,21 @@ class ProgressBar:
             print(line, file=self.stream, flush=True)
 
     def _opened(self, batches: int | None) -> LiveBar | None:
-        """The live bar of the stream; None for a file or pipe."""
-        notebook = self.stream is sys.stdout and type(self.stream).__module__.startswith("ipykernel.")
-        if not notebook and not getattr(self.stream, "isatty", lambda: False)():
+        """The live bar of the stream; None if it is no terminal."""
+        if not getattr(self.stream, "isatty", lambda: False)():
             return None
         with random_state.scoped(0):  # the import of rich draws a random number
-            from .live_bar import live_bar
+            from rich.console import Console
 
-        return live_bar(self.stream, self._place, batches, notebook=notebook)
+            from .live_bar import LiveBar
+
+        bar = LiveBar(Console(file=self.stream), self._place, batches)
+        bar.start()
+        return bar
 
 
 def progress(stream: TextIO | None = None) -> ProgressBar:
-    """Show a live bar on a terminal or in a notebook, or else print a line per epoch.
+    """Show a live bar on a terminal, or else print a line per epoch, and one a minute inside an epoch.
 
     ``epoch 3/10 ━━━━━━━━━━╸━━━━━━━━━ 20/40 0:00:02 loss 0.123  accuracy 0.981  lr 3.0e-04  12.3 steps/s``
 

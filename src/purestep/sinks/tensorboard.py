@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from ..events import EpochEnd, Event, FitEnd, FitStart, Histogram, Histograms, Logged
+from ..events import EpochEnd, Event, FitEnd, FitStart, Logged
 from ..files import local_path
 from .trackers import points
 
@@ -16,7 +16,7 @@ class TensorBoard:
     """Scalars by update; see `tensorboard`."""
 
     writes_files = True
-    wants = (FitStart, Logged, Histograms, EpochEnd, FitEnd)
+    wants = (FitStart, Logged, EpochEnd, FitEnd)
 
     def __init__(self, directory: Path, writer: Any) -> None:
         self.directory = directory.absolute()  # a callback may call os.chdir
@@ -33,10 +33,6 @@ class TensorBoard:
             for tag, value in points(event).items():
                 if self._is_new(tag, event.updates):
                     self._writer.add_scalar(tag, value, event.updates)
-        elif isinstance(event, Histograms):
-            for tag, found in event.values.items():
-                if self._is_new(tag, event.updates):
-                    self._histogram(tag, found, event.updates)
         elif isinstance(event, FitEnd):
             self.close()
 
@@ -54,19 +50,6 @@ class TensorBoard:
         last, self._written[tag] = self._written.get(tag, -1), updates
         return last < updates
 
-    def _histogram(self, tag: str, found: Histogram, updates: int) -> None:
-        self._writer.add_histogram_raw(
-            tag,
-            min=float(found.edges[0]),
-            max=float(found.edges[-1]),
-            num=int(found.counts.sum()),
-            sum=found.total,
-            sum_squares=found.squares,
-            bucket_limits=found.edges[1:].tolist(),
-            bucket_counts=found.counts.tolist(),
-            global_step=updates,
-        )
-
     def close(self) -> None:
         """Flush and close the event file."""
         writer, self._writer = self._writer, None
@@ -81,8 +64,6 @@ def tensorboard(directory: Path | str) -> TensorBoard:
     point every ``log_every`` updates, the mean since the last one. ``epoch/train_loss``, ``epoch/val_loss``, ...: a
     point for every row of the history, under the names of the history. The horizontal axis of both is the number of
     optimizer updates, so that curves of training and evaluation lie over each other.
-
-    ``fit(histograms=500)`` adds histograms of each parameter: ``weights/...``, ``gradients/...``, ``updates/...``.
 
     A run that resumes from a snapshot begins an event file that voids the points to be repeated. A fresh run voids all
     earlier points of its directory: give each run one.

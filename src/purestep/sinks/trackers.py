@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from ..events import EpochEnd, Event, FitEnd, FitStart, Histograms, Logged
+from ..events import EpochEnd, Event, FitEnd, FitStart, Logged
 from ..files import read_regular, write_bytes
 
 _log = logging.getLogger("purestep")
@@ -46,7 +46,7 @@ class Tracker:
     """A sink for a logger; see `wandb` and `mlflow`."""
 
     writes_files = True
-    wants = (FitStart, Logged, Histograms, EpochEnd, FitEnd)
+    wants = (FitStart, Logged, EpochEnd, FitEnd)
     file = ""  # in the directory of the snapshots: the id of the logger's run
 
     def __init__(self, run_id: str | None) -> None:
@@ -65,8 +65,6 @@ class Tracker:
             new = {name: value for name, value in points(event).items() if event.updates > self._last(name)}
             if new:
                 self._log(new, event.updates)
-        elif isinstance(event, Histograms):
-            self._plot(event)
         elif isinstance(event, FitEnd):
             self._end(event)
 
@@ -100,9 +98,6 @@ class Tracker:
 
     def _log(self, values: Mapping[str, float], updates: int) -> None:
         raise NotImplementedError
-
-    def _plot(self, event: Histograms) -> None:
-        del event  # MLflow has no histograms
 
     def _end(self, event: FitEnd) -> None:
         raise NotImplementedError
@@ -150,7 +145,7 @@ class Wandb(Tracker):
         settings = {"reinit": "create_new", "resume": "allow", **self._settings, "config": config}
         self._run = self._client.init(id=run_id or uuid.uuid4().hex[:8], **settings)
         self._run.define_metric("updates", hidden=True)
-        for group in ("train/*", "epoch/*", "weights/*", "gradients/*", "updates/*"):
+        for group in ("train/*", "epoch/*"):
             self._run.define_metric(group, step_metric="updates")
         found = {group: self._run.summary.get(f"last_update_{group}") for group in ("train", "epoch")}
         self._known = {group: int(last) for group, last in found.items() if last is not None}
@@ -164,12 +159,6 @@ class Wandb(Tracker):
             self._run.log({**values, "updates": updates})
             group = next(iter(values)).partition("/")[0]
             self._run.summary[f"last_update_{group}"] = updates
-
-    def _plot(self, event: Histograms) -> None:
-        if self._run is not None:
-            plot = self._client.Histogram
-            plots = {name: plot(np_histogram=(one.counts, one.edges)) for name, one in event.values.items()}
-            self._run.log({**plots, "updates": event.updates})
 
     def _end(self, event: FitEnd) -> None:
         if self._run is not None:
@@ -253,8 +242,6 @@ def wandb(
     **settings: Any,
 ) -> Wandb:
     """Log to Weights & Biases: ``train/...`` by log line and ``epoch/...`` by row, over ``updates``.
-
-    ``fit(histograms=500)`` adds histograms of each parameter: ``weights/...``, ``gradients/...``, ``updates/...``.
 
     The run has its own object, so that a ``wandb.run`` of yours stays as it is. The summary gets ``stop_reason`` and
     ``best/...``. A resumed `fit` goes on in the same run of the logger, whose id is in ``wandb_id.txt`` beside the

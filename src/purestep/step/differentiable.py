@@ -1,5 +1,4 @@
-"""The loss of a program as a function of its parameters, from which other derivatives than a step's are built, and the
-gradient of a call without its update."""
+"""The loss of a program as a function of its parameters, from which other derivatives than a step's are built."""
 
 from __future__ import annotations
 
@@ -14,12 +13,9 @@ from .. import tree
 from ..errors import ConfigError, StateError
 from ..model import check_real, functional
 from ..state import stacked
-from ..types import Batch, Empty, Form, Loss, Params, Program, TrainState
-from . import exchange
+from ..types import Empty, Loss, Params, Program, TrainState
 from .loss_checks import check_loss
-from .random_draws import drawn_in_step
-from .spec import IDENTITY, Micro, Spec, sum_is_divided
-from .update import unscaled
+from .spec import Micro, Spec, sum_is_divided
 
 
 class Parts(NamedTuple):
@@ -97,25 +93,6 @@ def parts_of(spec: Spec, with_gradients: Callable[[Callable[..., Micro]], Progra
 
 def _not_nested(gradients: Callable[..., Micro]) -> Program:
     raise AssertionError("a gradient function builds no program")
-
-
-def batch_gradient_of(spec: Spec) -> Callable[..., Params]:
-    """Build a function that returns the mean gradient that a call of train_step computes from this state and batch.
-
-    It runs in eager mode, with the call's random numbers. With accumulation it is the gradient of this micro-batch.
-    Its argument ``form`` is that of the state; with an exchange it is the gradient of all processes' rows.
-    """
-
-    def batch_gradient(state: TrainState, batch: Batch, form: Form = IDENTITY) -> Params:
-        stream = () if form.exchange is None else form.exchange.stream
-        micro = drawn_in_step(state, lambda: spec.gradients(spec, form, state, batch, ()), *stream)
-        grads, scale = micro.grads, spec.scaler.scale(state.scaler)
-        if form.exchange is not None:
-            (weight,) = form.exchange.sums([micro.weight])
-            grads = exchange.mean_gradients(form, state, grads, micro.grad_weight, weight)
-        return grads if scale is None else unscaled(grads, scale)
-
-    return batch_gradient
 
 
 def parts_for(program: Program, where: str) -> Parts:

@@ -23,7 +23,7 @@ from ..state import check_choice, check_count, is_number, known_keywords
 from ..torch_ext import hidden
 from ..types import Empty, Made, Objective, Program, Static
 from .batch_copy import untouched
-from .differentiable import batch_gradient_of, parts_of
+from .differentiable import parts_of
 from .gradient import gradients
 from .inference import bind_of, eval_step_of
 from .init_state import init_of
@@ -163,7 +163,6 @@ def _assembled(spec: Spec, model: nn.Module, own: nn.Module | None) -> Program:
 
     made = Made(
         steps=lambda form: steps_of(spec, form),
-        gradient=batch_gradient_of(spec),
         statistics=functools.partial(Statistics, spec),
         parts=parts_of(spec, lambda gradients: _assembled(spec._replace(gradients=gradients), model, own)),
         rewritten=rewritten,

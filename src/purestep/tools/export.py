@@ -1,23 +1,19 @@
-"""Export the weights of a state: to a file that any PyTorch program can load, to a module, or as Hugging Face does."""
+"""Export the weights of a state: to a file that any PyTorch program can load, or to a module."""
 
 from __future__ import annotations
 
 import fnmatch
 import json
 import os
-import re
-import shutil
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import ConfigError, Mismatch, StateError, WriteFailed
+from ..errors import ConfigError, Mismatch, StateError
 from ..files import local_path, replacing, write_failed
-from ..model import OBJECTIVE, copy_with, unwrapped
+from ..model import OBJECTIVE, unwrapped
 from ..parallel import placement, processes
 from ..state import nearest, nearest_names, stacked, views
 from ..torch_ext import hidden
@@ -141,9 +137,10 @@ def load_into(module: nn.Module, state: TrainState, view: str | None = None) -> 
 
     Values are cast to the module's dtypes and moved to its devices. The module keeps its mode and device: call
     ``module.to(device).eval()`` for inference. If a name or shape differs, nothing is copied. Call this before
-    ``torch.export.export(model.eval(), (x,))`` or ``torch.onnx.export(model.eval(), (x,), "model.onnx", dynamo=True)``,
-    which export a module (``pip install 'purestep[export]'``). On several processes it is a collective: every process
-    passes its module, which gets the whole weights.
+    ``model.save_pretrained(directory)`` of Hugging Face's libraries, ``torch.export.export(model.eval(), (x,))`` or
+    ``torch.onnx.export(model.eval(), (x,), "model.onnx", dynamo=True)`` (``pip install 'purestep[export]'``), which
+    write a module. On several processes it is a collective: every process passes its module, which gets the whole
+    weights.
 
     Args:
         module: a module of the same architecture; tied parameters stay tied.
@@ -169,7 +166,7 @@ def load_into(module: nn.Module, state: TrainState, view: str | None = None) -> 
         True
     """
     module = unwrapped(module)  # it has the same tensors
-    stored = _stored(module, state, view, "load_into")
+    stored = _stored(module, state, view)
     if empty := [name for name, value in _tensors(module).items() if value.is_meta]:
         raise StateError(
             f"{empty[0]} of the module is on the meta device and has no memory",
@@ -181,13 +178,13 @@ def load_into(module: nn.Module, state: TrainState, view: str | None = None) -> 
             value.copy_(stored[name])
 
 
-def _stored(module: nn.Module, state: TrainState, view: str | None, caller: str) -> Params:
+def _stored(module: nn.Module, state: TrainState, view: str | None) -> Params:
     """The tensors of a state by their names in a module.
 
     Raises:
         Mismatch: a name or a shape differs.
     """
-    stacked.check_single(state, where=caller)
+    stacked.check_single(state, where="load_into")
     shown = placement.weights(views.view(state, view))
     stored = {**shown.params, **shown.frozen, **shown.buffers}
     stored = {name: value for name, value in stored.items() if not name.startswith(OBJECTIVE)}
@@ -216,87 +213,3 @@ def _differences(stored: Params, own: Params) -> list[str]:
 def _near(name: str, others: Params, these: Params) -> str:
     found = nearest(name, [other for other in others if other not in these])
     return f" (nearest name: {found})" if found else ""
-
-
-_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
-"""The files that ``from_pretrained`` reads the weights of a whole model from."""
-_CARD = "README.md"
-
-
-def save_pretrained(
-    directory: str | os.PathLike[str], model: nn.Module, state: TrainState, view: str | None = None
-) -> None:
-    """Write a Hugging Face model with the weights of a state, as ``model.save_pretrained(directory)`` does.
-
-    The model's class chooses the files: transformers writes the configuration, the generation configuration and
-    ``model.safetensors``, PEFT the configuration and the weights of the adapters only. ``from_pretrained`` of that
-    class loads them, with the same bits as the state. The model is not changed: a copy with the tensors of the state is
-    written. Save the tokenizer or the processor yourself: ``tokenizer.save_pretrained(directory)``.
-
-    The files are complete before the first one gets its name, and each one is replaced atomically. Other files in
-    the directory stay, except older weights that ``from_pretrained`` would read in place of the new ones.
-
-    On several processes it is a collective, like `export_weights`: the first one writes.
-
-    Args:
-        directory: is created if it does not exist.
-        model: the module that ``ps.program`` got: a ``PreTrainedModel`` of transformers, a ``PeftModel``, or another
-            module with a method ``save_pretrained(directory)`` (diffusers, ``PyTorchModelHubMixin``). Its own weights
-            are not read.
-        state: on any device; it is not changed. Tensors of the objective are ignored.
-        view: "params", or "ema" for the averaged weights (in the parameters' dtypes). None: "ema" if the state has an
-            average, which is also what `fit` evaluates.
-
-    Raises:
-        ConfigError: the directory is empty text, the model has no ``save_pretrained``, or the view is unknown.
-        Mismatch: names or shapes differ between the model and the state; the message has one line for each.
-        StateError: the view is "ema", and the state has no EMA; or the state is that of an ensemble.
-        WriteFailed: the files could not be written; older files are unchanged, unless the disk failed while the new
-            ones got their names.
-
-    Example:
-        >>> import tempfile, torch, purestep as ps
-        >>> from transformers import ViTConfig, ViTModel
-        >>> config = ViTConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
-        >>> model, directory = ViTModel(config), tempfile.mkdtemp()
-        >>> state = ps.program(model, ps.hf_loss(), ps.optim.adamw(1e-3)).init()
-        >>> ps.save_pretrained(directory, model, state)
-        >>> loaded = ViTModel.from_pretrained(directory)
-        >>> all(torch.equal(value, state.params[name]) for name, value in loaded.named_parameters())
-        True
-    """
-    target, module = local_path("save_pretrained", directory=directory), unwrapped(model)
-    if not callable(getattr(module, "save_pretrained", None)):
-        hint = "pass a model of transformers, PEFT or diffusers, or call export_weights(path, program, state)"
-        raise ConfigError(f"a {type(module).__name__} has no method save_pretrained", where="model", hint=hint)
-    stored = _stored(module, state, view, "save_pretrained")
-    processes.first(lambda: _save_pretrained(target, module, stored))
-
-
-def _save_pretrained(target: Path, module: nn.Module, stored: Params) -> None:
-    # Copies: libraries take two tensors in one memory for tied ones, and a state may have flat memory.
-    copied: Any = copy_with(module, {name: _copy(stored[name]) for name in _tensors(module)})
-    try:
-        target.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".saving-", dir=target) as temporary:
-            folder = Path(temporary)
-            if (target / _CARD).is_file():  # PEFT adds to it
-                shutil.copyfile(target / _CARD, folder / _CARD)
-            copied.save_pretrained(folder)
-            _move_files(folder, target)
-    except WriteFailed:
-        raise
-    except Exception as error:  # safetensors reports a full disk by its own error class
-        raise write_failed(target, error) from error
-
-
-def _move_files(folder: Path, target: Path) -> None:
-    names = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
-    for name in names:
-        with replacing(target / name) as temporary:
-            os.replace(folder / name, temporary)
-    new = {str(name) for name in names}
-    if any(map(_WEIGHTS.fullmatch, new)):
-        for path in target.iterdir():
-            if _WEIGHTS.fullmatch(path.name) and path.name not in new:
-                path.unlink()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import io
-import math
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, cast
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +26,6 @@ class ModuleRow(NamedTuple):
     shapes: dict[str, tuple[int, ...]]  # name within the module -> shape
     trained: int  # numbers that the optimizer updates
     frozen: int  # numbers of parameters with requires_grad=False
-    decayed: int | None  # numbers that weight decay moves; None if the transform does not say
 
 
 class ModelSummary(NamedTuple):
@@ -36,7 +34,6 @@ class ModelSummary(NamedTuple):
     rows: list[ModuleRow]
     trained: int
     frozen: int
-    decayed: int | None  # None if it is None in a row
     buffers: int  # numbers in buffers
     parameter_bytes: int  # of trained and frozen parameters
     state_bytes: int  # of the whole state: parameters, buffers, optimizer, average, accumulated gradients
@@ -47,27 +44,28 @@ class ModelSummary(NamedTuple):
         with random_state.scoped(0):  # the import of rich draws a random number
             from rich.box import SIMPLE
             from rich.console import Console
+            from rich.filesize import decimal
             from rich.table import Table
 
         table = Table(box=SIMPLE, show_edge=False, pad_edge=False, show_footer=True, padding=(0, 1, 0, 0))
         table.add_column("module", "total", overflow="fold")
         table.add_column("shape", no_wrap=True)
-        for name, count in (("trained", self.trained), ("frozen", self.frozen), ("decayed", self.decayed)):
-            table.add_column(name, _number(count), justify="right", no_wrap=True)
+        for name, count in (("trained", self.trained), ("frozen", self.frozen)):
+            table.add_column(name, f"{count:,}", justify="right", no_wrap=True)
         for row in self.rows:
-            table.add_row(row.module or "(model)", _shapes(row), *map(_number, row[2:]))
+            table.add_row(row.module or "(model)", _shapes(row), *(f"{count:,}" for count in row[2:]))
         console = Console(file=io.StringIO(), width=_WIDTH, markup=False, highlight=False)
         with console.capture() as text:
             console.print(table)
-        sizes = f"parameters {_bytes(self.parameter_bytes)}, state {_bytes(self.state_bytes)}"
+        sizes = f"parameters {decimal(self.parameter_bytes)}, state {decimal(self.state_bytes)}"
         notes = [f"buffers {self.buffers:,}, {sizes}"]
         if self.forward_flops is not None and self.step_flops is not None:
-            notes.append(f"FLOPs a batch: forward {_flops(self.forward_flops)}, train step {_flops(self.step_flops)}")
+            notes.append(f"FLOPs a batch: forward {self.forward_flops:,}, train step {self.step_flops:,}")
         return "\n".join([*map(str.rstrip, text.get().splitlines()), *notes])
 
 
 def summary(program: Program, state: TrainState, batch: Any = None) -> ModelSummary:
-    """Count the parameters of a program by module: trained, frozen and decayed, and the FLOPs of a batch.
+    """Count the parameters of a program by module: trained and frozen, and the FLOPs of a batch.
 
     A parameter that is tied counts once, under its first name. A parameter that `optim.freeze` holds counts as trained,
     since it has a gradient and moments. FLOPs are those of matrix products, convolutions and attention, as
@@ -89,16 +87,15 @@ def summary(program: Program, state: TrainState, batch: Any = None) -> ModelSumm
     Example:
         >>> import torch, purestep as ps
         >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
-        >>> tx = ps.optim.adamw(1e-3, mask=ps.optim.decay_mask(net))
-        >>> program = ps.program(net, ps.supervised(torch.nn.MSELoss()), tx)
+        >>> program = ps.program(net, ps.supervised(torch.nn.MSELoss()), ps.optim.adamw(1e-3))
         >>> print(summary(program, program.init(), (torch.ones(2, 4), torch.ones(2, 1))))
-        module  shape   trained  frozen  decayed
-        ────────────────────────────────────────
-        0       8x4, 8       40       0       32
-        2       1x8, 1        9       0        8
-        ────────────────────────────────────────
-        total                49       0       40
-        buffers 0, parameters 196 B, state 680 B
+        module  shape   trained  frozen
+        ───────────────────────────────
+        0       8x4, 8       40       0
+        2       1x8, 1        9       0
+        ───────────────────────────────
+        total                49       0
+        buffers 0, parameters 196 bytes, state 680 bytes
         FLOPs a batch: forward 160, train step 352
     """
     value: Any = state
@@ -110,15 +107,12 @@ def summary(program: Program, state: TrainState, batch: Any = None) -> ModelSumm
     stacked.check_single(state, where="summary")
     if not isinstance(state.placement, Empty):
         raise StateError("the state is spread over processes", where="summary", hint="pass ps.full(state)")
-    find = program.static.tx.decays if program.static is not None else None
-    decays = find(state.params) if find is not None else dict.fromkeys(state.params)
-    rows = _rows(program, state, decays)
+    rows = _rows(program, state)
     flops = (None, None) if batch is None else _counted(program, state, batch)
     return ModelSummary(
         rows,
         sum(row.trained for row in rows),
         sum(row.frozen for row in rows),
-        _sum(row.decayed for row in rows),
         sum(map(torch.Tensor.numel, state.buffers.values())),
         sum(leaf.nbytes for leaf in (*state.params.values(), *state.frozen.values())),
         sum(leaf.nbytes for leaf in tree.leaves(state) if isinstance(leaf, Tensor)),
@@ -126,7 +120,7 @@ def summary(program: Program, state: TrainState, batch: Any = None) -> ModelSumm
     )
 
 
-def _rows(program: Program, state: TrainState, decays: Mapping[str, bool | None]) -> list[ModuleRow]:
+def _rows(program: Program, state: TrainState) -> list[ModuleRow]:
     named = {**state.params, **state.frozen}
     order = list(named) if program.static is None else _in_order(program, named)
     modules: dict[str, list[str]] = {}
@@ -138,11 +132,6 @@ def _rows(program: Program, state: TrainState, decays: Mapping[str, bool | None]
             {name.rpartition(".")[2]: tuple(named[name].shape) for name in names},
             sum(named[name].numel() for name in names if name in state.params),
             sum(named[name].numel() for name in names if name in state.frozen),
-            _sum(
-                None if (decay := decays[name]) is None else named[name].numel() * decay
-                for name in names
-                if name in state.params
-            ),
         )
         for module, names in modules.items()
     ]
@@ -173,27 +162,5 @@ def _counted(program: Program, state: TrainState, batch: Any) -> tuple[int, int]
     return forward.get_total_flops(), step.get_total_flops()
 
 
-def _sum(counts: Iterable[int | None]) -> int | None:
-    found = list(counts)
-    return None if None in found else sum(cast(list[int], found))
-
-
 def _shapes(row: ModuleRow) -> str:
     return ", ".join("x".join(map(str, shape)) or "scalar" for shape in row.shapes.values())
-
-
-def _number(count: int | None) -> str:
-    return "" if count is None else f"{count:,}"
-
-
-def _flops(count: int) -> str:
-    return _scaled(float(count), 1000, ("", "K", "M", "G", "T", "P"))
-
-
-def _bytes(count: int) -> str:
-    return _scaled(float(count), 1024, (" B", " KiB", " MiB", " GiB", " TiB"))
-
-
-def _scaled(value: float, base: int, units: tuple[str, ...]) -> str:
-    power = min(int(math.log(value, base)) if value >= 1 else 0, len(units) - 1)
-    return f"{value / base**power:.4g}{units[power]}" if power else f"{value:.0f}{units[0]}"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Generator, Iterator
 from contextlib import closing
-from os import PathLike
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from .. import data, optim, tree
 from .. import metrics as metrics_
@@ -34,31 +34,6 @@ class RateSweep(NamedTuple):
         end = "" if self.diverged is None else f", diverged at {self.diverged:.2e}"
         between = f"{self.rates[0]:.1e} to {self.rates[-1]:.1e}" if self.rates else "none"
         return f"{found}; {len(self.rates)} learning rates, {between}{end}"
-
-    def plot(self, path: str | PathLike[str]) -> None:
-        """Draw the smoothed loss over the learning rate, with the suggestion, into an image file.
-
-        Args:
-            path: its suffix decides the format (``.png``, ``.svg``, ``.pdf``).
-
-        Raises:
-            ConfigError: matplotlib is not installed.
-            OSError: the file cannot be written.
-        """
-        try:
-            figure: Any = importlib.import_module("matplotlib.figure").Figure(figsize=(6.4, 4.0), layout="constrained")
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"plotting needs {error.name}", where="RateSweep.plot", hint="pip install 'purestep[plot]'"
-            ) from error
-        axes = figure.add_subplot()
-        axes.plot(self.rates, self.losses, label="loss (smoothed)")
-        if self.suggestion is not None:
-            axes.axvline(self.suggestion, color="C3", linestyle="--", label=f"steepest fall: {self.suggestion:.2e}")
-        axes.set(xscale="log", xlabel="learning rate", ylabel="training loss", title="Learning rate range test")
-        axes.grid(alpha=0.3)
-        axes.legend()
-        figure.savefig(path, dpi=150)
 
 
 def find_learning_rate(
@@ -211,15 +186,11 @@ def _result(rates: list[float], losses: list[float], diverged: float | None) -> 
     skipped, last = _SKIPPED
     # A short sweep keeps its first points: the gradient needs two.
     first = skipped if len(losses) > 2 * skipped else 0
-    points = range(first, len(losses) - last)
-    # The rates are equidistant on the logarithmic axis, so differences of the losses are slopes up to a factor.
-    slopes = {at: _slope(losses, at, points) for at in points} if len(points) > 1 else {}
-    steepest = min(slopes, key=lambda at: slopes[at], default=None)
-    falls = steepest is not None and slopes[steepest] < 0
-    return RateSweep(rates, losses, rates[steepest] if steepest is not None and falls else None, diverged)
-
-
-def _slope(losses: list[float], at: int, points: range) -> float:
-    """Central difference, one-sided at both ends, as `numpy.gradient`."""
-    left, right = max(at - 1, points[0]), min(at + 1, points[-1])
-    return (losses[right] - losses[left]) / (right - left)
+    points = losses[first : len(losses) - last]
+    suggestion = None
+    if len(points) > 1:
+        # The rates are equidistant on the logarithmic axis, so differences of the losses are slopes up to a factor.
+        slopes = np.gradient(points)
+        steepest = int(slopes.argmin())
+        suggestion = rates[first + steepest] if slopes[steepest] < 0 else None
+    return RateSweep(rates, losses, suggestion, diverged)

@@ -3,7 +3,7 @@
 Outside of this room, `compile` and `parallel`, no file uses a private name of another library; `tests/laws` checks it.
 
 Private names: those of `nn.Module` (``_buffers``, ``_apply`` and the like), the base classes of norms, ``_version`` and
-``_cdata`` of tensors, the profiler's flag, the DataLoader's workers and its SIGCHLD handler.
+``_cdata`` of tensors, the DataLoader's workers and its SIGCHLD handler.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules import batchnorm, instancenorm
 
@@ -78,6 +77,7 @@ def state_dict(tensors: Mapping[str, Tensor], versions: Mapping[str, int | None]
     of its weights before it loads them.
 
     Example:
+        >>> import torch
         >>> state_dict({"weight": torch.ones(1)}, {"": 2})["weight"]
         tensor([1.])
     """
@@ -120,20 +120,11 @@ def has_gradient_hook(tensor: Tensor) -> bool:
     """True if a hook waits for a tensor's gradient, before or after its accumulation.
 
     Example:
+        >>> import torch
         >>> has_gradient_hook(torch.ones(1, requires_grad=True))
         False
     """
     return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
-
-
-def is_profiling() -> bool:
-    """True while a profiler of torch runs: a second one would raise, and disturb the first.
-
-    Example:
-        >>> is_profiling()
-        False
-    """
-    return bool(torch.autograd.profiler._is_profiler_enabled)  # pyright: ignore[reportPrivateUsage]
 
 
 def loader_workers(iterator: Any) -> list[Any]:

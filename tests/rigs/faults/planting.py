@@ -248,7 +248,7 @@ def planted_names(run: Path, canary: Path, rng: random.Random) -> None:
     for number in range(200):
         (run / f".run.json.{number}.0.tmp").symlink_to(victim)
         (run / f".tmp-99-{number}").symlink_to(victim.parent)
-    for name in ("99.corrupt", "nonfinite", "recording", ".tmp-probe-1", "run.json", "training_history.json"):
+    for name in ("99.corrupt", "nonfinite", ".tmp-probe-1", "run.json", "training_history.json"):
         (run / name).symlink_to(rng.choice((victim, victim.parent)))
 
 

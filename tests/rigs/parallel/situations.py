@@ -135,7 +135,7 @@ def runs() -> dict[str, list[float]]:
             lambda: fitting.loader(shuffle=False, sampler=torch.utils.data.RandomSampler(x, replacement=True)),
             {},
         ),
-        "early stopping": (both, {"epochs": 30, "monitor": "val_loss", "early_stopping": 1, "restore_best": True}),
+        "early stopping": (both, {"epochs": 30, "monitor": "val_loss", "early_stopping": 1}),
         "a limit of updates": (both, {"epochs": None, "steps": 7}),
     }
     found: dict[str, list[float]] = {}

@@ -1,4 +1,4 @@
-"""Functions that the processes of `test_tools` run: predictions, histograms, BatchNorm statistics, learning rates."""
+"""Functions that the processes of `test_tools` run: predictions, BatchNorm statistics, learning rates."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import importlib
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -18,8 +16,6 @@ from torch.utils.data import DataLoader
 
 import purestep as ps
 from purestep import errors, optim, tree
-from purestep.events import Histograms
-from purestep.step import differentiable, exchange
 
 from . import cases, fitting
 from .fitting import alone, distance, gathered
@@ -30,9 +26,6 @@ def everything() -> dict[str, Any]:
     """What `test_tools` needs of two processes, in one start of them."""
     return {
         "predict": [predicted("replicate", {}), predicted("shard", {"shard": 2})],
-        "histograms": [recorded("replicate", {}), recorded("shard", {"shard": 2})],
-        "histograms of units": recorded("shard", {"shard": 2}, units=["up"]),
-        "unweighted": recorded("replicate", {}, fault=unweighted),
         "statistics": [refreshed(kind, view) for kind in ("sync", "average") for view in ("params", "ema")],
         "rates": swept(),
         "refusals": refusals(),
@@ -82,16 +75,6 @@ def cases_columns() -> dict[str, str]:
     return {"*.up": "ColwiseParallel", "*.down": "RowwiseParallel"}
 
 
-def unweighted() -> Any:
-    """The gradient of a recorded update is the mean of the processes', whatever their shares are; steps are right."""
-
-    def mean(form: Any, state: Any, grads: Any, local: Any, weight: Any) -> Any:
-        del local
-        return exchange.mean_gradients(form, state, grads, weight / 2, weight)
-
-    return mock.patch.object(differentiable, "exchange", SimpleNamespace(mean_gradients=mean))
-
-
 # --- predict ----------------------------------------------------------------------------------------------------------
 
 
@@ -131,51 +114,6 @@ def predicted(mode: str, sizes: dict[str, int]) -> dict[str, Any]:
         "callback": [nothing, sorted(row for part in order for _, rows in part for row in rows), order],
         "separate": separate["row"].int().tolist(),
         "ordered": ordered,
-    }
-
-
-# --- histograms -------------------------------------------------------------------------------------------------------
-
-
-def recorded(mode: str, sizes: dict[str, int], *, fault: Callable[[], Any] | None = None, **how: Any) -> Any:
-    """The largest difference of the histograms' sums from those of one process, and their updates. Of the 5 batches one
-    has 5 rows and one has 1 row, so that a share is larger than the other, and one is empty."""
-    sizes_of_batches = (8, 5, 8, 1, 8)
-    rows = fitting.dataset(sum(sizes_of_batches)).tensors
-    batches = list(zip(*(leaf.split(sizes_of_batches) for leaf in rows), strict=True))
-
-    def run(program: ps.Program) -> list[Histograms]:
-        events: list[Histograms] = []
-
-        def note(event: Any) -> None:
-            if isinstance(event, Histograms):
-                events.append(event)
-
-        fitting.fit(program, batches, histograms=1, callbacks=[note], epochs=1, compile=False)
-        return events
-
-    with ps.parallel.start(timeout=60, **sizes) as mesh:
-        program = ps.distribute(fitting.program(), mesh, params=mode, **how)
-        if fault is None:
-            found = run(program)
-        else:
-            with fault():
-                found = run(program)
-    with alone():
-        wanted = run(fitting.program())
-    names = [sorted(event.values) for event in found]
-    assert names == [sorted(event.values) for event in wanted]
-    far: dict[str, float] = {}
-    for one, other in zip(found, wanted, strict=True):
-        for name in one.values:
-            a, b = one.values[name], other.values[name]
-            assert a.counts.sum() == b.counts.sum()
-            kind = name.partition("/")[0]
-            far[kind] = max(far.get(kind, 0.0), abs(a.total - b.total), abs(a.squares - b.squares))
-    return {
-        "far": far,
-        "updates": [event.updates for event in found],
-        "kinds": sorted({name.partition("/")[0] for name in names[0]}),
     }
 
 
