@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,13 @@ class Pass:
     def __init__(self, counts: Tensor | None) -> None:
         self.counts = counts  # shape=(): 0 if the rows only stand in for an empty share; None: they count
         self.weight: Tensor | None = None  # shape=(): of the loss; set at the end of the forward pass
+        self.unit: Callable[[], None] | None = None  # puts the pieces back into the unit that is whole; see `units`
+
+    def close_unit(self) -> None:
+        """Let the unit that the backward pass has computed last have its pieces again."""
+        close, self.unit = self.unit, None
+        if close is not None:
+            close()
 
 
 _running: list[Pass] = []  # not by thread: on CUDA another thread runs the backward pass
@@ -37,6 +44,11 @@ def running(counts: Tensor | None) -> Generator[Pass]:
         yield one
     finally:
         _running.remove(one)
+
+
+def current() -> Pass:
+    """The pass that runs; outside of one, a new one."""
+    return _running[-1] if _running else Pass(None)
 
 
 def trained(module: nn.Module) -> list[str]:
@@ -69,9 +81,9 @@ def _forward(layer: Any, x: Tensor) -> Tensor:
     """`F.batch_norm` in train mode, over the rows of all processes that count. (N, C, ...) -> the same."""
     if x.dim() < 2:
         raise ValueError(f"{type(layer).__name__} expects (N, C, ...), not {list(x.shape)}")
-    current = _running[-1] if _running else Pass(None)
+    one = current()
     values = x.double() if x.dtype == torch.float64 else x.float()
-    mean, variance, count = _statistics(values, current.counts)
+    mean, variance, count = _statistics(values, one.counts)
     if x.numel() == x.shape[1]:
         mean = _of_several(mean, count, x)
     _track(layer, mean.detach(), variance.detach(), count)
@@ -81,7 +93,7 @@ def _forward(layer: Any, x: Tensor) -> Tensor:
         result = result * layer.weight.to(values.dtype).view(shape)
     if layer.bias is not None:
         result = result + layer.bias.to(values.dtype).view(shape)
-    return _of_counted(result.to(x.dtype), current)
+    return _of_counted(result.to(x.dtype), one)
 
 
 def _statistics(x: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
