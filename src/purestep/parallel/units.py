@@ -157,8 +157,12 @@ def _forward(block: Any, *args: Any, **kwargs: Any) -> Any:
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal is_repeated
         current.close_unit()
-        whole = placement.all_gathered(pieces, unit.width, differentiable=True)
-        named = unit.wrapped(placement.by_name([leaf for leaf, _ in pieces], whole))
+        named: Params = {}
+        for is_trained in (True, False):  # no gradients of frozen parameters are computed, and none are sent
+            chosen = [(leaf, held) for leaf, held in pieces if leaf.is_trained == is_trained]
+            whole = placement.all_gathered(chosen, unit.width, differentiable=is_trained)
+            named |= placement.by_name([leaf for leaf, _ in chosen], whole)
+        named = unit.wrapped(named)
         inner = {name: named[leaf.name] for name, leaf in unit.leaves}
         if is_repeated:
             _open(block, inner, current)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -101,14 +102,17 @@ class Perceptron(nn.Module):
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
-def perceptrons(tx: str = "adamw", **options: Any) -> ps.Program:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(8, 8), Perceptron(), Perceptron()).double().to(DEVICE)
-    rules = {
+def rules() -> dict[str, Callable[[], optim.Transform]]:
+    return {
         "adamw": lambda: optim.chain(optim.clip_by_global_norm(0.2), optim.adamw(1e-2)),
         "lamb": lambda: optim.chain(optim.clip_by_global_norm(0.2), optim.lamb(1e-2)),
     }
-    return ps.program(net, ps.supervised(nn.MSELoss()), rules[tx](), precision="64-true", ema=0.9, **options)
+
+
+def perceptrons(tx: str = "adamw", **options: Any) -> ps.Program:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), Perceptron(), Perceptron()).double().to(DEVICE)
+    return ps.program(net, ps.supervised(nn.MSELoss()), rules()[tx](), precision="64-true", ema=0.9, **options)
 
 
 def halves() -> ps.Program:
@@ -329,8 +333,9 @@ def trained(program: ps.Program, shares: list[Any], *, compiled: Any = None) -> 
 def steps(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Compare runs on this group of processes with runs of one process on the whole batches.
 
-    A case has ``mesh`` (sizes), ``params``, ``kind`` of shares, ``tx``, ``options`` of the program, ``compiled``
-    (arguments of `compile_program`), ``fault``, and other arguments of `distribute`.
+    A case has ``problem`` ("name", or "module:name"), ``mesh`` (sizes), ``params``, ``kind`` of shares, ``tx``,
+    ``options`` of the program, ``compiled`` (arguments of `compile_program`), ``fault``, and other arguments of
+    `distribute`.
     """
     found: list[dict[str, Any]] = []
     for case in cases:
@@ -342,7 +347,8 @@ def steps(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
             given["params"] = [tuple(rule) for rule in given["params"]]
         if "tensor" in given:
             given["tensor"] = plan(given["tensor"])
-        build = globals()[given.pop("problem", "problem")]
+        module, _, name = given.pop("problem", "problem").rpartition(":")
+        build = getattr(importlib.import_module(module), name) if module else globals()[name]
         examples = globals()[given.pop("batches", "batches")]()
         expected, wanted = trained(build(tx, **options), examples)
         with ps.parallel.start(timeout=90, **sizes) as mesh, contextlib.ExitStack() as stack:
