@@ -60,9 +60,8 @@ def init_of(
         names = spec.template.names
         found = {name: tensor for named in functional.tensors(module, objective=own) for name, tensor in named.items()}
         _check_names(names, set(found))
-        if weights is not None and not any(tensor.is_meta for tensor in found.values()):
-            what = "weights= fills a module on the meta device, and this module has values"
-            raise ConfigError(what, where="program.init", hint='build it `with torch.device("meta"):`, or omit weights')
+        if weights is not None:
+            _check_empty(found)
         target = _target(module, device)
         if target.type != "meta":
             spec.policy.check(target)
@@ -98,6 +97,12 @@ def _check_names(names: functional.Names, found: set[str]) -> None:
             where="program.init",
             hint="call ps.program(model, ...) when the model has all of its layers, ties and buffers",
         )
+
+
+def _check_empty(found: Params) -> None:
+    if not any(tensor.is_meta for tensor in found.values()):
+        what = "weights= fills a module on the meta device, and this module has values"
+        raise ConfigError(what, where="program.init", hint='build it `with torch.device("meta"):`, or omit weights')
 
 
 def _target(module: nn.Module, device: torch.device | str | None) -> torch.device:
