@@ -110,11 +110,10 @@ def main(config: Config) -> float:
     )
     images, labels = ps.to_device(data["test"].tensors, result.state)
     each = several.bind(result.best_state)(images).softmax(dim=-1)  # [members, 360, 10]
-    found = ps.mean_and_std(each, correction=0)
     own = (each.argmax(dim=-1) == labels).double().mean(dim=1)
-    right = found.mean.argmax(dim=-1) == labels
+    right = each.mean(dim=0).argmax(dim=-1) == labels
     accuracy = float(right.double().mean())
-    print(f"best learning rate {best:.2e}; members disagree by {_spread(found.std, right)}")
+    print(f"best learning rate {best:.2e}; members disagree by {_spread(each.std(dim=0, correction=0), right)}")
     print(f"test accuracy {100 * accuracy:.1f} % (ensemble), {100 * float(own.mean()):.1f} % (a member on average)")
     return accuracy
 

@@ -115,7 +115,7 @@ SLIPS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a torch scheduler as the rate": (
         lambda: optim.adamw(plateau()),
-        "learning_rate is a StepLR, which counts its own steps (cure: schedules.from_torch_scheduler(StepLR, 1e-3",
+        "learning_rate is a StepLR, which counts its own steps (cure: schedules.from_torch_scheduler(StepLR, 0.1,",
     ),
     "a negative rate": (
         lambda: optim.adamw(-1.0),

@@ -67,6 +67,20 @@ def test_the_metadata_name_no_address(metadata: Message):
     assert [line.rpartition(" ")[2] for line in versions] == ["3.11", "3.12", "3.13"]
 
 
+def test_the_hosted_checks_are_those_of_the_classifiers_and_of_this_checkout():
+    yaml = pytest.importorskip("yaml", reason="pyyaml comes with transformers: pip install 'purestep[test]'")
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text())["jobs"]
+    steps = [step for job in jobs.values() for step in job["steps"]]
+    assert all(("run" in step) != ("uses" in step) for step in steps)
+    assert [step["run"] for step in jobs["linux"]["steps"] if "run" in step] == [".ci/run"]
+    assert (ROOT / ".ci" / "run").stat().st_mode & 0o100
+    taken = {step["with"]["python-version"] for step in steps if "python-version" in step.get("with", {})}
+    taken |= {each["python"] for each in jobs["versions"]["strategy"]["matrix"]["include"]}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = [line.rpartition(" ")[2] for line in project["classifiers"] if re.search(r":: 3\.\d+$", line)]
+    assert sorted(taken - {"${{ matrix.python }}"}) == named
+
+
 def test_an_sdist_has_every_file_that_its_own_build_reads(built: Path):
     (archive,) = built.glob("*.tar.gz")
     with tarfile.open(archive) as files:

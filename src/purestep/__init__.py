@@ -96,7 +96,6 @@ if _typing.TYPE_CHECKING:
     from .data import open_feed as open_feed
     from .data import to_device as to_device
     from .ensembles import ensemble as ensemble
-    from .ensembles import mean_and_std as mean_and_std
     from .events import Stop as Stop
     from .loop import FitResult as FitResult
     from .loop import evaluate as evaluate
@@ -122,7 +121,7 @@ else:
         "config": ("FitConfig",),
         "curvature": (),
         "data": ("open_feed", "to_device"),
-        "ensembles": ("ensemble", "mean_and_std"),
+        "ensembles": ("ensemble",),
         "events": ("Stop",),
         "loop": ("FitResult", "evaluate", "fit", "run_epoch"),
         "parallel": ("distribute", "full"),

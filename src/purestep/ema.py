@@ -123,8 +123,8 @@ def swa(start: int, *, every: int = 1, buffers: Literal["copy", "average"] = "co
 
     The weights after the updates ``start``, ``start + every``, ``start + 2 * every``, ... (counted from 1) are averaged
     with equal shares. Before ``start`` the average is a copy of the weights. It goes with a learning rate that stays
-    high: ``schedules.join([schedules.cosine(...), schedules.constant(...)], [start])``, or `schedules.warm_restarts`
-    with ``every`` equal to the length of a cycle.
+    high: ``schedules.join([schedules.cosine(...), schedules.constant(...)], [start])``, or warm restarts by
+    `schedules.from_torch_scheduler` with ``every`` equal to the length of a cycle.
 
     The statistics of BatchNorm belong to the weights of training. Compute those of the averaged weights behind the
     run: ``state = ps.refresh_batchnorm(program, result.state, train)``.

@@ -13,7 +13,7 @@ from .analysis import chunks
 from .errors import ConfigError, StepContractError
 from .metrics import mean as means
 from .metrics import merge
-from .state import check_choice, check_count, check_positive, check_range, known_keywords
+from .state import check_choice, check_count, check_range, known_keywords
 from .step import Micro, Parts, check_divisible, finite_mean, parts_for, wide
 from .types import Form, Mean, Metrics, Params, Program, TrainState
 
@@ -69,7 +69,7 @@ def dp_sgd(
     where = "privacy.dp_sgd"
     parts = parts_for(program, where)
     check_divisible(parts, where)
-    check_positive(where, max_norm=max_norm)
+    check_range(where, 0, ends="()", max_norm=max_norm)
     check_range(where, 0, noise_multiplier=noise_multiplier)
     if expected_batch_size is not None:
         check_count(where, least=1, expected_batch_size=expected_batch_size)

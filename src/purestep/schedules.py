@@ -32,7 +32,6 @@ from .state import (
     check_callable,
     check_choice,
     check_count,
-    check_finite,
     check_range,
     in_range,
     is_number,
@@ -124,43 +123,6 @@ def cosine(init_value: _Finite, decay_steps: _Updates, *, end_value: _Finite = 0
         [1.0, 0.5, 0.0, 0.0]
     """
     return lambda count: _half_cosine(init_value, end_value, _progress(_count_as_float(count), decay_steps))
-
-
-@known_keywords
-def warm_restarts(init_value: _Finite, T_0: _Updates, *, T_mult: _Updates = 1, eta_min: _Finite = 0.0) -> Schedule:
-    r"""Repeat half a cosine from ``init_value`` to ``eta_min``. torch's `CosineAnnealingWarmRestarts`.
-
-    Cycle n has :math:`T_0 \, m^n` updates; each starts at ``init_value``. A warm-up is a `join` with a `linear`.
-
-    Args:
-        init_value: finite.
-        T_0: updates of the first cycle, at least 1.
-        T_mult: m, a whole number of at least 1: the length of a cycle divided by that of the cycle before.
-        eta_min: finite; the value that a cycle falls to, which the next one replaces by ``init_value``.
-
-    References:
-        Loshchilov and Hutter, 2017, SGDR: Stochastic Gradient Descent with Warm Restarts.
-
-    Example:
-        >>> [round(float(warm_restarts(1.0, 2, T_mult=2)(t)), 4) for t in (0, 1, 2, 4, 6)]
-        [1.0, 0.5, 1.0, 0.5, 1.0]
-    """
-
-    def schedule(count: _Count) -> Tensor:
-        t = _count_as_float(count)
-        if T_mult == 1:
-            return _half_cosine(init_value, eta_min, torch.remainder(t, T_0) / T_0)
-        # Cycle n begins at T_0 (m^n - 1) / (m - 1). The logarithm may be rounded across a begin, hence the corrections.
-        n = torch.floor(torch.log1p(t * (T_mult - 1) / T_0) / math.log(T_mult) + 0.5)
-        n = torch.where(_cycle_begin(n, T_0, T_mult) > t, n - 1, n)
-        begin = _cycle_begin(n, T_0, T_mult)
-        return _half_cosine(init_value, eta_min, (t - begin) / (T_0 * T_mult**n))
-
-    return schedule
-
-
-def _cycle_begin(n: Tensor, first: int, factor: int) -> Tensor:
-    return torch.round(first * (factor**n - 1) / (factor - 1))
 
 
 @known_keywords
@@ -325,7 +287,7 @@ def multistep(init_value: _Finite, milestones: Iterable[int], *, gamma: _Positiv
         >>> [round(float(multistep(1.0, [10, 15])(t)), 4) for t in (9, 10, 15)]
         [1.0, 0.1, 0.01]
     """
-    points = listed("multistep", "milestones=[30, 60]", milestones=milestones)
+    points = listed("multistep", milestones=milestones)
     for milestone in points:
         check_count("multistep", least=1, milestones=milestone)
 
@@ -381,7 +343,7 @@ def one_cycle(
         raise ConfigError(
             f"pct_start={pct_start} of total_steps={total_steps} leaves a phase without an update",
             where="one_cycle",
-            hint="pct_start=0.3, total_steps=100",
+            hint=f"pass a larger total_steps, or a pct_start in (0, {0.5 if three_phase else 1})",
         )
     return lambda count: _interpolate_points(
         _count_as_float(count), points, _half_cosine if anneal_strategy == "cos" else _line
@@ -414,12 +376,13 @@ def piecewise(
     mapping: Any = boundaries_and_scales
     if not isinstance(mapping, Mapping):
         problem = f"boundaries_and_scales={mapping!r} is not a mapping"
-        raise ConfigError(problem, where="piecewise", hint="{30: 0.1, 60: 0.1}")
+        raise ConfigError(problem, where="piecewise", hint="pass {update: factor, ...}")
     for boundary in boundaries_and_scales:
         check_count("piecewise", least=1, boundaries_and_scales=boundary)
     points = [(0.0, init_value)]
     for boundary, scale in sorted(boundaries_and_scales.items()):
-        check_range("piecewise", 0.0, cure=f"{{{boundary}: 0.1}}", boundaries_and_scales=scale)
+        factor: dict[str, Any] = {f"boundaries_and_scales[{boundary}]": scale}
+        check_range("piecewise", 0.0, **factor)
         points.append((float(boundary), points[-1][1] * scale))
     interpolations = {None: _hold, "linear": _line, "cosine": _half_cosine}
     check_choice("piecewise", interpolations, interpolate_type=interpolate_type)
@@ -447,18 +410,16 @@ def join(schedules: Sequence[_AnySchedule], boundaries: Sequence[int]) -> Schedu
         >>> [float(warm(t)) for t in (1, 2, 3)]
         [0.5, 1.0, 0.5]
     """
-    cure = "join([warmup, decay], [100])"
-    parts, begins = listed("join", cure, schedules=schedules), listed("join", cure, boundaries=boundaries)
+    parts, begins = listed("join", schedules=schedules), listed("join", boundaries=boundaries)
     for index, part in enumerate(parts):
-        hint = f"schedules.constant({part!r})" if is_number(part) else cure
-        check_callable("join", hint, **{f"schedules[{index}]": part})
+        check_callable("join", _as_schedule(part), **{f"schedules[{index}]": part})
     for boundary in begins:
         check_count("join", least=1, boundaries=boundary)
     if len(parts) != len(begins) + 1 or any(later <= sooner for sooner, later in pairwise(begins)):
         raise ConfigError(
             f"{len(parts)} schedules and the boundaries {begins}",
             where="join",
-            hint=f"pass rising boundaries, one fewer than schedules: {cure}",
+            hint="pass rising boundaries, one fewer than schedules",
         )
 
     def schedule(count: _Count) -> Tensor:
@@ -489,8 +450,13 @@ def per_epoch(schedule: _AnySchedule, *, updates_per_epoch: _Updates) -> Schedul
         >>> [float(by_epoch(t)) for t in (9, 10, 20)]
         [1.0, 0.5, 0.25]
     """
-    check_callable("per_epoch", "per_epoch(schedules.step(0.1, 30), updates_per_epoch=100)", schedule=schedule)
+    check_callable("per_epoch", _as_schedule(schedule), schedule=schedule)
     return lambda count: schedule(torch.div(torch.as_tensor(count), updates_per_epoch, rounding_mode="floor"))
+
+
+def _as_schedule(value: Any) -> str:
+    """The cure for a value in the place of a schedule."""
+    return f"schedules.constant({value!r})" if is_number(value) else "pass a function of the count"
 
 
 def from_torch_scheduler(
@@ -523,7 +489,7 @@ def from_torch_scheduler(
         >>> [float(halving(t)) for t in (0, 2, 100)]
         [1.0, 0.25, 0.001953125]
     """
-    check_finite("from_torch_scheduler", learning_rate=learning_rate)
+    check_range("from_torch_scheduler", -math.inf, ends="()", learning_rate=learning_rate)
     check_count("from_torch_scheduler", least=1, steps=steps)
     check_choice("from_torch_scheduler", ("lr", "momentum"), key=key)
     table = torch.tensor(_tabulate(scheduler, learning_rate, steps, key, kwargs), dtype=torch.float64)
@@ -547,10 +513,10 @@ def from_torch_scheduler(
 def _tabulate(
     scheduler: Callable[..., LRScheduler], learning_rate: float, steps: int, key: str, kwargs: dict[str, Any]
 ) -> list[float]:
-    _check_scheduler(scheduler)
+    _check_scheduler(scheduler, learning_rate, steps)
     optimizer = SGD([torch.zeros(1)], lr=learning_rate, momentum=0.9)  # Cyclic schedulers require momentum.
     built: Any = scheduler(optimizer, **kwargs)  # A user's function may return anything.
-    _check_scheduler(type(built) if isinstance(built, LRScheduler) else built)
+    _check_scheduler(type(built) if isinstance(built, LRScheduler) else built, learning_rate, steps)
     group = optimizer.param_groups[0]
     values, momenta = [float(group[key])], {float(group["momentum"])}
     for _ in range(steps - 1):
@@ -581,7 +547,7 @@ def _tabulate(
     return values
 
 
-def _check_scheduler(scheduler: Any) -> None:
+def _check_scheduler(scheduler: Any, learning_rate: float, steps: int) -> None:
     kind = scheduler if inspect.isclass(scheduler) else type(scheduler)
     if issubclass(kind, ReduceLROnPlateau):
         raise ConfigError(
@@ -593,7 +559,7 @@ def _check_scheduler(scheduler: Any) -> None:
         raise ConfigError(
             f"the scheduler is a {type(scheduler).__name__}, not a class",
             where="from_torch_scheduler",
-            hint="pass the class and its arguments: from_torch_scheduler(StepLR, 0.1, steps=100, step_size=30)",
+            hint=f"pass the class and its arguments: from_torch_scheduler(StepLR, {learning_rate}, steps={steps}, ...)",
         )
 
 

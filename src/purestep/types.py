@@ -276,10 +276,10 @@ class Exchange(NamedTuple):
         norm: `optim.global_norm` of pieces; None where every process holds all numbers.
         update: (tx, gradients, opt_state, params, norm of the gradients) -> the transform's result.
         stream: folded into the seed of a step's draws: which process this is.
-        call: (flag of a `Share` or None) -> the context of a forward and backward pass, whose value takes the weight of
-            the loss as its attribute ``weight``.
-        seeded: gradients of several processes mix in the backward pass, so that the loss is multiplied by its weight
-            before it.
+        call: (flag of a `Share` or None) -> the context of a forward and backward pass. Its value has ``mixes``, True
+            after a forward pass if gradients of several processes mix in the backward pass, so that the loss is
+            multiplied by its weight before it; ``is_checked``; and, if one of these is True, ``end_forward(weight)`` is
+            called with the weight of the loss.
         watched: buffers before a forward pass -> a function that takes those after it, and checks that they can be
             joined.
     """
@@ -293,7 +293,6 @@ class Exchange(NamedTuple):
     update: Callable[[Any, Params, Tree, Params, Tensor], Any]
     stream: tuple[int, ...]
     call: Callable[[Tensor | None], AbstractContextManager[Any]] = lambda counts: nullcontext()
-    seeded: bool = False
     watched: Callable[[Params], Callable[[Params], None]] = lambda before: lambda after: None
 
 

@@ -358,14 +358,14 @@ def test_worker_init_reaches_the_dataset_behind_the_wrapper():
 def set_count(worker: int) -> None:
     info = torch.utils.data.get_worker_info()
     assert info is not None
-    info.dataset.count = 77 + worker  # pyright: ignore[reportAttributeAccessIssue]  # through the wrapper
+    info.dataset.count = 77 + worker  # pyright: ignore[reportAttributeAccessIssue]  # the user's own
 
 
 def total(items: list[Tensor]) -> int:
     del items
     info = torch.utils.data.get_worker_info()
     assert info is not None
-    return info.dataset.count  # pyright: ignore[reportAttributeAccessIssue]  # through the wrapper
+    return info.dataset.count  # pyright: ignore[reportAttributeAccessIssue]  # the user's own
 
 
 class OwnGenerator(Plain):

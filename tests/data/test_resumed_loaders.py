@@ -220,6 +220,24 @@ def test_a_stream_that_seeds_itself_is_told_in_a_resumed_run(
         assert found == whole[1][2:]
 
 
+@pytest.mark.parametrize("name", [*CLOCKS, *SEEDED])
+def test_an_iterator_that_seeds_itself_is_told_in_a_resumed_run(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    def opened() -> Feed:
+        return open_feed(map(torch.as_tensor, iter(Stream((CLOCKS | SEEDED)[name]))), name="mine", seed=1, first=4)
+
+    feed = opened()
+    whole = [[float(batch) for batch in feed.epoch(epoch)] for epoch in range(2)]
+    again, once_more = opened(), opened()
+    again.restore(json.loads(json.dumps(feed.position(1, 2))))
+    once_more.restore(json.loads(json.dumps(again.position(1, 2))))  # saved again before the first batch
+    found = [float(batch) for batch in once_more.epoch(1, 2)]
+    assert len(told(caplog)) == (name in CLOCKS)
+    for message in told(caplog):
+        assert message.startswith("mine: epoch 1 begins with another batch than in the interrupted run")
+    if name in SEEDED:
+        assert found == whole[1][2:]
+
+
 def test_a_stream_that_others_feed_loses_no_row() -> None:
     """Its rows come from a queue of the module: who starts it twice takes rows away."""
     rows = list(map(torch.tensor, range(20)))

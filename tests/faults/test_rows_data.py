@@ -138,7 +138,7 @@ def test_row_28_fails_without_seeds_of_the_items(
 def test_row_28_fails_without_the_probe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(map_style.Batches, "_probed", lambda self, ticket: "")
+    monkeypatch.setattr(map_style.Batches, "_probed", lambda self, ticket: ("", None))
     fails(lambda: test_row_28_random_augmentation_in_workers(tmp_path, caplog))
 
 

@@ -157,12 +157,12 @@ def test_row_04_no_directory_to_write_into_is_told_before_the_first_step(
     (tmp_path / "file").write_text("")
     (tmp_path / "run").mkdir()
 
-    real = os.mkdir
+    real = os.open
 
-    def mkdir(path: Any, *args: Any, **kwargs: Any) -> None:
-        if Path(path).name.startswith("."):
+    def opened(path: Any, *args: Any, **kwargs: Any) -> int:
+        if Path(path).name == ".lock":
             raise OSError(30, "Read-only file system", str(path))
-        real(path, *args, **kwargs)
+        return real(path, *args, **kwargs)
 
     def check(folder: Path, text: str) -> None:
         done: list[int] = []
@@ -173,9 +173,9 @@ def test_row_04_no_directory_to_write_into_is_told_before_the_first_step(
     check(tmp_path / "file", "the path of a directory, not of a file")
     check(tmp_path / "file" / "below", "the path of a directory, not of a file")
     with monkeypatch.context() as patch:
-        patch.setattr(os, "mkdir", mkdir)
+        patch.setattr(os, "open", opened)
         check(tmp_path / "run", "not mounted read-only")
-        with fails_without("purestep.snapshot.directory.probe"):
+        with fails_without("purestep.files.lock.DirectoryLock.acquire"):
             check(tmp_path / "run", "not mounted read-only")
     files.DirectoryLock(tmp_path / "run").acquire(patience=0)
     assert steps_of_a_fit(tmp_path / "made" / "on" / "the" / "way")

@@ -324,7 +324,7 @@ def names_twice(sources: Sources) -> list[str]:
     return [path for path in sources if names[Path(path).name] > 1]
 
 
-CHECKS = {"check_rate", "check_finite", "check_positive", "check_count"}
+CHECKS = {"check_rate", "check_range", "check_count"}
 """They raise a ConfigError for the function that calls them."""
 
 

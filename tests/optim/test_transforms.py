@@ -751,7 +751,7 @@ def test_the_relative_step_is_a_bound_by_the_learning_rate() -> None:
         (lambda: optim.scale_by_learning_rate(-0.1), "learning_rate=-0.1"),
         (
             lambda: optim.scale_by_learning_rate("0.1"),
-            "learning_rate='0.1' is a str, not a number (cure: learning_rate=1e-3)",
+            "learning_rate='0.1' is a str, not a number (cure: learning_rate=0.1)",
         ),  # type: ignore[arg-type]
         (lambda: optim.scale_by_learning_rate(math.nan), "learning_rate=nan"),
         (lambda: optim.trace(-0.1), "trace: decay=-0.1"),
@@ -759,7 +759,7 @@ def test_the_relative_step_is_a_bound_by_the_learning_rate() -> None:
             lambda: optim.trace(0.9, dampening=math.nan),
             "trace: dampening=nan must be a finite number of at least 0 (cure: 0.0 is the default)",
         ),
-        (lambda: optim.scale(math.inf), "scale: factor=inf must be a finite number (cure: factor=1.0)"),
+        (lambda: optim.scale(math.inf), "scale: factor=inf must be a finite number (cure: pass a finite number)"),
         (lambda: optim.scale("2"), "scale: factor='2' is a str, not a number"),  # type: ignore[arg-type]
         (lambda: optim.scale(lambda count: 2.0), "optim.inject(optim.scale)(..., factor=schedule)"),  # type: ignore[arg-type]
         (lambda: optim.trace(0.9, nesterov=True, dampening=0.1), "trace: nesterov=True needs dampening=0, not 0.1"),

@@ -116,6 +116,7 @@ def test_a_run_goes_on_inside_an_epoch_of_loaders_that_the_user_divides(found: l
 LINES = r"cure: `with ps\.parallel\.start\(\) as mesh:` and `program = ps\.distribute\(program, mesh\)`"
 PARTS = r"its DistributedSampler is for process \d of 2: .*cure: DataLoader\(dataset, batch_size=32, shuffle=True\)"
 SAME = r"cure: run the same script with the same arguments and data in every process"
+ROW = r"its first row in process 0 has other values than in process 1 .*ps\.parallel\.sharded\(loader\)"
 ERRORS = {
     "without start": rf"fit: this is one of 2 processes, and the program is not distributed \({LINES}",
     "not distributed": rf"fit: this is process \d of 2, and the state and its program are not distributed \({LINES}",
@@ -136,6 +137,15 @@ ERRORS = {
     "seed": rf"checksum of key is 0 in process 0, 1 in process 1.*{SAME}",
     "structure": rf"train, first batch: .*a batch is Share\(list\(float64 tensor .* Share\(tuple\(float64.*{SAME}",
     "order": r"train: processes differ: the order of the data is \d+ in process 0, .*cure: the same dataset, sampler",
+    "part": r"train: the rows of its Subset differ between process 0 and process 1, and none .*ps\.parallel\.sharded\(",
+    "split": r"train: the rows of its Subset differ .* some are in both: a split .*manual_seed\(0\)",
+    "own tensors": rf"train: {ROW}",
+    "own batches": rf"train: {ROW}",
+    "own items": rf"train: {ROW}",
+    "own val": rf"val: {ROW}",
+    "own, evaluate": rf"evaluation: {ROW}",
+    "order of a list": rf"train: {ROW}",
+    "order of a stream": r"train: processes differ: the order of the data is \d+ in process 0",
     "ends": r"train, epoch 1, batch 2: process 1 has another batch, and process 0 has none.*sharded\(loader\)",
     "another mesh": r"a mesh of data=2, shard=1, and the open mesh has data=1, shard=2 \(cure: call ps\.distribute",
     "outside of start": r"cure: call distributed steps inside `with ps\.parallel\.start",
@@ -151,6 +161,12 @@ def test_errors_say_what_where_and_the_cure(found: list[dict[str, Any]], name: s
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("name", ["augmented", "drawn"])
+def test_items_with_random_numbers_are_no_other_data(found: list[dict[str, Any]], name: str):
+    for each in found:
+        assert each["errors"][name] == "nothing"
+
+
 @pytest.mark.parametrize(("sizes", "params"), [({"data": 2, "shard": 2}, "shard"), ({}, "replicate")])
 def test_a_run_of_four_processes_equals_one(sizes: dict[str, int], params: str):
     """Two groups of two pieces each, and four whole states."""

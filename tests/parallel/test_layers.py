@@ -169,6 +169,29 @@ def test_parameters_of_a_unit_cannot_be_read_outside() -> None:
             read()
 
 
+ORDERS = {
+    "same": "",
+    "experts": r"the next collective is the parameters of blocks\.1 in process 0, .* blocks\.0 in process 1",
+    "dropped": r"is the parameters of blocks\.1 in process 0, the parameters of blocks\.0 in process 1",
+    "dropped last": r"is the loss in process 0, the parameters of blocks\.1 in process 1",
+    "dropped in the second call": r"is the loss in process 0, the parameters of blocks\.1 in process 1",
+    "dropped all": r"is the loss in process 0, the parameters of blocks\.0 in process 1",
+    "later": r"train: .*collective 1 of the call is the parameters of blocks\.0 in process 0, .*blocks\.1 in process 1",
+    "dropped in a checked call": r"is the loss in process 0, the parameters of blocks\.0 in process 1",
+}
+
+
+def test_units_that_differ_between_processes_are_refused() -> None:
+    """In the first two passes and in every checked call of `fit` before one waits for the other, and in any call before
+    the next one begins."""
+    for each in processes.run("rigs.parallel.cases:orders", 2):
+        for name, text in each.value.items():
+            assert re.search(ORDERS[name], text), (name, text)
+            assert not text or "experts, dropped layers) out of units=[...] of ps.distribute" in text, text
+        assert each.value["same"] == ""
+        assert set(each.value) == set(ORDERS)
+
+
 @pytest.mark.parametrize(
     ("units", "problem"),
     [

@@ -339,7 +339,7 @@ def generators():
 
 drawn_from = generators()
 assert not {"jax", "orbax"} & {name.split(".")[0] for name in sys.modules}
-snapshots = s.Snapshots(sys.argv[1], jax_platforms=None if sys.argv[2] == "None" else sys.argv[2])
+snapshots = s.Snapshots(sys.argv[1])
 assert snapshots.steps() == [] and snapshots.latest() is None
 snapshots.track("loss")
 assert not {"jax", "orbax"} & {name.split(".")[0] for name in sys.modules}
@@ -352,11 +352,12 @@ print(jax.config.jax_platforms, list(jax._src.xla_bridge.backends()))
 """
 
 
-@pytest.mark.parametrize(("platforms", "said"), [("cpu", "cpu ['cpu']"), ("None", "None ")])
-def test_jax_is_late_stays_on_the_cpu_and_draws_nothing(tmp_path, platforms, said):
+@pytest.mark.parametrize(("platforms", "said"), [(None, "cpu ['cpu']"), ("cpu,cpu", "cpu,cpu ['cpu']")])
+def test_jax_is_late_stays_on_the_cpu_unless_it_is_set_and_draws_nothing(tmp_path, platforms, said):
     environment = {key: value for key, value in os.environ.items() if key != "JAX_PLATFORMS"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    command = [sys.executable, "-c", MANNERS, str(tmp_path), platforms]
+    environment |= {} if platforms is None else {"JAX_PLATFORMS": platforms}
+    command = [sys.executable, "-c", MANNERS, str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.startswith(said)
 

@@ -444,7 +444,7 @@ def test_what_torch_cannot_map_is_named(name: str):
     program = ps.program(UNMAPPED[name](), CROSS_ENTROPY, optim.sgd(0.1))
     several = ps.ensemble(program, 2)
     x, y = rows(0, 4)
-    with pytest.raises(StepContractError, match=r"train_step.*: torch.func.vmap cannot map the step: .*cure: replace"):
+    with pytest.raises(StepContractError, match=r"train_step.*: torch.func cannot map this model: .*cure: replace"):
         several.train_step(several.init(), (x.float(), y))
 
 
@@ -455,7 +455,7 @@ def test_packed_sequences_cannot_be_mapped():
 
     several = ps.ensemble(ps.program(Last(4, 3), CROSS_ENTROPY, optim.sgd(0.1)), 2)
     x = nn.utils.rnn.pack_sequence([torch.ones(3, 4), torch.ones(2, 4)])
-    with pytest.raises(StepContractError, match="vmap cannot map the step: .*own memory"):
+    with pytest.raises(StepContractError, match="cannot map this model: .*own memory"):
         several.train_step(several.init(), (x, torch.tensor([0, 1])))
 
 
@@ -520,7 +520,6 @@ def test_settings_that_do_not_fit():
             "batch/0: .*shape .* without a leading",
             lambda: ps.ensemble(program, 2, batches="own").train_step(state, batch(0)),
         ),
-        (StateError, "not a floating tensor", lambda: ps.mean_and_std(torch.ones(2, dtype=torch.int64))),
     ]
     for kind, told, call in refused:
         with pytest.raises(kind, match=told):

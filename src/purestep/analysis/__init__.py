@@ -10,6 +10,7 @@ plain_functions  attention and `one_hot` in operations that can be mapped and di
 from .examples import Chunk as Chunk
 from .examples import chunks as chunks
 from .examples import explained as explained
+from .examples import refused as refused
 from .noise_scale import NoiseScale as NoiseScale
 from .noise_scale import gradient_noise_scale as gradient_noise_scale
 from .per_example import PerExample as PerExample

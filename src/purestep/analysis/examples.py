@@ -14,7 +14,7 @@ from .. import tree
 from ..errors import DataError, StepContractError
 from ..metrics import mean as means
 from ..step import Parts, wide
-from ..torch_ext import hidden, tensor_layout
+from ..torch_ext import hidden, tensor_layout, tracing
 from ..types import Mean, Metrics, Params, TrainState
 from . import plain_functions
 
@@ -165,24 +165,27 @@ def explained(where: str, cure: str) -> Generator[None]:
     try:
         yield
     except (RuntimeError, NotImplementedError) as error:
-        if not _is_of_torch_func(error):
+        failed = refused(where, error, cure)
+        if failed is None:
             raise
-        raise _refused(where, error, cure) from error
+        raise failed from error
 
 
-def _is_of_torch_func(error: BaseException) -> bool:
-    text = str(error)
-    return any(word in text for word in ("vmap", "functorch", "batching rule", "setup_context", "torch.func"))
-
-
-def _refused(where: str, error: BaseException, cure: str) -> StepContractError:
-    """The error for a model that a transform of `torch.func` does not accept."""
-    if "saved tensor hooks" in str(error):
-        return StepContractError(
-            "torch.func does not accept activation checkpointing and other hooks of saved tensors",
-            where=where,
-            hint="pass a program of the model without torch.utils.checkpoint (gradient_checkpointing_disable() of "
-            "Hugging Face's models); its weights have the same names",
+def refused(where: str, error: Exception, cure: str) -> StepContractError | None:
+    """The error for a model that a transform of `torch.func` does not accept; None if ``error`` is the model's own."""
+    text = str(error).strip()
+    found = text.partition("\n")[0][:200]
+    if "saved tensor hooks" in text:
+        found = "activation checkpointing and other hooks of saved tensors have no rule for it"
+        cure = (
+            "pass a program of the model without torch.utils.checkpoint (gradient_checkpointing_disable() of Hugging "
         )
-    text = f"torch.func cannot map this model: {str(error).strip().splitlines()[0][:200]}"
-    return StepContractError(text, where=where, hint=cure)
+        cure += "Face's models); its weights have the same names"
+    elif "doesn't have storage" in text:  # said of a mapped tensor
+        found = "an operation needs a tensor's own memory (as of packed sequences)"
+    elif not any(word in text for word in ("vmap", "functorch", "atching rule", "setup_context", "torch.func")):
+        return None
+    elif ".item()" in found:
+        found = "it reads the value of a tensor (.item(), or a branch), which differs between examples and members"
+    place = ", ".join(filter(None, (where, tracing.user_line(error))))
+    return StepContractError(f"torch.func cannot map this model: {found}", where=place, hint=cure)

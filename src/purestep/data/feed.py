@@ -8,7 +8,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Mapping
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -21,6 +21,8 @@ from ..types import Batch
 
 _log = logging.getLogger("purestep")
 _SHOWN = 16  # indices shown in a message
+
+T = TypeVar("T")
 
 
 class Feed(ABC):
@@ -186,8 +188,14 @@ class Feed(ABC):
                 self.name,
             )
 
+    def _compared(self, batches: Iterator[T], epoch: int) -> Iterator[T]:
+        """Batches, or index batches, of a whole epoch. Warn if the first one is not that of the interrupted run."""
+        for number, batch in enumerate(batches):
+            if not number and not self.repeats:
+                self._check_begun(epoch, fingerprint(batch))
+            yield batch
+
     def _check_begun(self, epoch: int, found: int) -> None:
-        """Warn if a resumed epoch begins with another batch than it did in the interrupted run."""
         expected, self._expected, self._begun = self._expected, None, (epoch, found)
         if expected is not None and expected[0] == epoch and expected[1] != found:
             _log.warning(
@@ -204,9 +212,14 @@ class Feed(ABC):
         return None
 
     def order(self, epoch: int, batch: int) -> int:
-        """A hash of the indices of a recent batch (both 0-based) of all processes; 0 if they are unknown."""
-        del epoch, batch  # Only `IndexedFeed` has indices.
-        return 0
+        """A hash that is equal in processes with one order of the data: of the indices of a recent batch (both 0-based)
+        of all processes, else of the first batch of the epoch. 0 if it is unknown."""
+        del batch
+        return self._begun[1] if self._begun is not None and self._begun[0] == epoch else 0
+
+    def chosen(self) -> list[Any] | None:
+        """The indices of the dataset's `Subset`, or None if it has none."""
+        return None  # Only `IndexedFeed` has indices.
 
     def position(self, epoch: int, consumed: int) -> dict[str, Any]:
         """The facts that a snapshot stores after ``consumed`` batches of ``epoch``, as JSON, for `restore`.

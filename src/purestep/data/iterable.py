@@ -27,15 +27,38 @@ _END: Any = object()
 
 
 class SequenceFeed(Feed):
-    """A list or tuple of batches, in the same order in every epoch."""
+    """A list or tuple of batches, in the same order in every epoch.
 
-    def __init__(self, batches: Sequence[Batch], *, name: str, facts: Mapping[str, Any] | None = None) -> None:
+    Args:
+        batches: the batches.
+        name: as in `open_feed`.
+        facts: as in `Feed`.
+        rows: the indices and the order of each batch of `held`, by its number.
+    """
+
+    def __init__(
+        self,
+        batches: Sequence[Batch],
+        *,
+        name: str,
+        facts: Mapping[str, Any] | None = None,
+        rows: Mapping[int, tuple[list[Any] | None, int]] | None = None,
+    ) -> None:
         facts = {"kind": "sequence", "batches": len(batches)} if facts is None else facts
         super().__init__(name=name, length=len(batches), facts=facts, exact=True)
         self._source = batches
+        self._rows = rows
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
         return (self._source[index] for index in range(start, len(self._source)))
+
+    def indices(self, epoch: int, batch: int) -> list[Any] | None:
+        del epoch  # Each has the same batches.
+        return (self._rows or {}).get(batch, (None, 0))[0]
+
+    def order(self, epoch: int, batch: int) -> int:
+        del epoch  # Each has the same batches.
+        return (self._rows or {}).get(batch, (None, 0))[1]
 
 
 def held(feed: Feed, count: int) -> Feed:
@@ -47,32 +70,9 @@ def held(feed: Feed, count: int) -> Feed:
         batches.append(batch)
         rows[number] = cut.indices(0, number), cut.order(0, number)
     cut.close()
-    found = _HeldFeed(batches, rows, name=feed.name, facts={**ordered.facts, "overfit": count})
+    found = SequenceFeed(batches, name=feed.name, facts={**ordered.facts, "overfit": count}, rows=rows)
     found.is_divided = feed.is_divided
     return found
-
-
-class _HeldFeed(SequenceFeed):
-    """Batches that are loaded once. ``rows`` has the indices and the order of each."""
-
-    def __init__(
-        self,
-        batches: Sequence[Batch],
-        rows: Mapping[int, tuple[list[Any] | None, int]],
-        *,
-        name: str,
-        facts: Mapping[str, Any],
-    ) -> None:
-        super().__init__(batches, name=name, facts=facts)
-        self._rows = rows
-
-    def indices(self, epoch: int, batch: int) -> list[Any] | None:
-        del epoch  # Each has the same batches.
-        return self._rows.get(batch, (None, 0))[0]
-
-    def order(self, epoch: int, batch: int) -> int:
-        del epoch  # Each has the same batches.
-        return self._rows.get(batch, (None, 0))[1]
 
 
 class IterableFeed(Feed):
@@ -111,9 +111,7 @@ class IterableFeed(Feed):
         seed, own = mix(self._seed, "order", epoch), random_state.own(*self._owners[:1])
         iterator, found = self._enter(epoch, seed, own), 0
         try:
-            for number, batch in enumerate(scoped(iterator, seed, own=own)):
-                if not number and not self.repeats:
-                    self._check_begun(epoch, fingerprint(batch))
+            for number, batch in enumerate(self._compared(scoped(iterator, seed, own=own), epoch)):
                 if number >= start:
                     yield batch
                 found = number + 1
@@ -128,39 +126,30 @@ class IterableFeed(Feed):
         before = self._changing()
         with random_state.scoped(mix(seed, "epoch")):
             self._announce(epoch)
-        announced = self._changing()
+        announced = {path for path, value in self._changing().items() if before.get(path) != value}
         with random_state.scoped(seed, own):
             iterator = self._source(epoch)
-        if self._is_checked or self.repeats:
-            return iterator
-        now = self._changing()
-        self._is_checked = self._entered is not None
-        then, self._entered = now if self._entered is None else self._entered, now
-        changed: list[str] = []
-        for path, value in now.items():
-            # A new iterator in each epoch is no change; one that outlives an epoch is.
-            is_other = (then.get(path) is value) if isinstance(value, Iterator) else (then.get(path) != value)
-            is_told = before.get(path) != announced.get(path) or path.rpartition("/")[0] in changed
-            if self._is_checked and is_other and not is_told:
-                changed.append(path)
-        if changed:
-            _log.warning(
-                "%s: an epoch changes %s, which a snapshot does not store: if the next epoch depends on it, a resumed "
-                "run will not load the same batches (cure: define state_dict() and load_state_dict(); or restart in "
-                "__iter__, and keep no state from epoch to epoch but the number that set_epoch gives)",
-                *(self.name, ", ".join(changed[:_SHOWN]) + (", ..." if len(changed) > _SHOWN else "")),
-            )
+        then, self._entered = self._entered, self._changing()
+        if then is not None:
+            self._is_checked, changed = True, list[str]()
+            for path, value in self._entered.items():
+                # A new iterator in each epoch is no change; one that outlives an epoch is.
+                is_other = (then.get(path) is value) if isinstance(value, Iterator) else (then.get(path) != value)
+                if is_other and path not in announced and path.rpartition("/")[0] not in changed:
+                    changed.append(path)
+            if changed:
+                _log.warning(
+                    "%s: an epoch changes %s, which a snapshot does not store: if the next epoch depends on it, a "
+                    "resumed run will not load the same batches (cure: define state_dict() and load_state_dict(); or "
+                    "restart in __iter__, and keep no state from epoch to epoch but the number that set_epoch gives)",
+                    *(self.name, ", ".join(changed[:_SHOWN]) + (", ..." if len(changed) > _SHOWN else "")),
+                )
         return iterator
 
     def _changing(self) -> dict[str, Any]:
         """Numbers, texts, iterators, short arrays and the order of lists in the attributes of the owners."""
-        if self._is_checked or self.repeats:
-            return {}
-        return {
-            path: _summary(value)
-            for path, value in random_state.attributes(*self._owners)
-            if not isinstance(value, random_state.KINDS)
-        }
+        found = () if self._is_checked or self.repeats else random_state.attributes(*self._owners)
+        return {path: _summary(value) for path, value in found if not isinstance(value, random_state.KINDS)}
 
     def _nothing(self, epoch: int) -> DataError:
         return super()._nothing(epoch) if self._begun is None else _used_up(self.name, epoch)
@@ -197,7 +186,7 @@ class IteratorFeed(Feed):
 
     def position(self, epoch: int, consumed: int) -> dict[str, Any]:
         given = self._starts.get(epoch, self._given) + consumed if self._restored is None else self._restored
-        return {**super().position(epoch, consumed), "given": given}
+        return {**super().position(0, consumed), "given": given}  # a resumed run loads the first batch of all again
 
     def restore(self, stored: Mapping[str, Any]) -> None:
         super().restore(stored)
@@ -217,6 +206,7 @@ class IteratorFeed(Feed):
         log_dropped(self.name, epoch, dropped)
         seed = mix(self._seed, "order", 0)
         rest = scoped(self._iterator, seed, self._given, random_state.own(self._iterator))
+        rest = rest if self._given else self._compared(rest, 0)
         self._given += dropped
         self._starts = {epoch: self._given - start}
         for batch in self._after(rest, epoch, dropped):

@@ -13,8 +13,8 @@ import operator
 import zlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, islice
-from typing import Any, NamedTuple
+from itertools import islice
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ from ..rng import mix
 from ..types import Batch, Share
 from . import random_state
 from .feed import Feed, fingerprint
+from .shares import check_rows
 from .workers import Engine
 
 _CHUNK = 32  # index batches of a sampler of the user to draw at once, because each `scoped` block takes 20 us
@@ -50,100 +51,91 @@ class Ticket(NamedTuple):
     epoch: int  # 0-based
     seed: int  # of the epoch
     indices: Any  # from the sampler: a list of indices, or one index if the loader does not batch
-    probe: bool  # load twice and compare
+    probe: tuple[Any, ...]  # the index of an item to load twice and compare, or none
 
 
 class Loaded(NamedTuple):
-    """One batch, and the probe's description of what differs at a second load, or ""."""
+    """One batch, and the result of the probe."""
 
     batch: Batch
-    inexact: str
+    inexact: str = ""  # what differs at a second load
+    row: int | None = None  # hash of the item, if both loads return the same
 
 
 class Batches(Dataset[Loaded]):
-    """The user's dataset and collate function: ``batches[ticket]`` is a whole batch.
-
-    Attribute access goes to the dataset, so that ``worker_init_fn`` can set attributes of
-    ``get_worker_info().dataset``.
-    """
+    """The user's dataset and collate function: ``batches[ticket]`` is a whole batch."""
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], *, batched: bool) -> None:
-        own = {"_dataset": dataset, "_collate": collate, "_batched": batched, "_draws": False}
-        self.__dict__.update(own, _epoch=None, _generators=None)
-
-    def __getattr__(self, name: str) -> Any:
-        # Unpickling reads attributes before the dataset is set.
-        if name.startswith("__") or "_dataset" not in self.__dict__:
-            raise AttributeError(name)
-        return getattr(self.__dict__["_dataset"], name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.__dict__["_dataset"], name, value)
+        self.users_dataset = dataset
+        self._collate = collate
+        self._batched = batched
+        self._draws = False
+        self._epoch: int | None = None
+        self._generators: dict[str, Any] | None = None
 
     def begin(self, epoch: int, seed: int) -> None:
         """Call ``set_epoch`` of the dataset, once for each epoch in each process, under the seed of the epoch."""
-        if epoch != self.__dict__["_epoch"]:
-            self.__dict__["_epoch"] = epoch
-            if _has_epochs(self._dataset):
+        if epoch != self._epoch:
+            self._epoch = epoch
+            if _has_epochs(self.users_dataset):
                 with random_state.scoped(mix(seed, "epoch")):
-                    self._dataset.set_epoch(epoch)
+                    self.users_dataset.set_epoch(epoch)
 
     def __getitem__(self, index: Ticket) -> Loaded:
         self.begin(index.epoch, index.seed)  # a worker that lives on has the epoch before
         tensors = self._tensors()
         if tensors is not None:
-            return Loaded(_gather(self._dataset, tensors, index.indices), inexact="")
+            row = fingerprint(_gather(self.users_dataset, tensors, index.probe)) if index.probe else None
+            return Loaded(_gather(self.users_dataset, tensors, index.indices), row=row)
         if self._generators is None:  # once per process: a `worker_init_fn` may set some
-            self.__dict__["_generators"] = random_state.own(self._dataset, _owner(self._collate))
+            self._generators = random_state.own(self.users_dataset, _owner(self._collate))
         try:
             with random_state.scoped(mix(index.seed, index.number)):
                 batch = self._collated(index, self._items(index))
-                return Loaded(batch, self._probed(index) if index.probe else "")
+                inexact, row = self._probed(index) if index.probe else ("", None)
+                return Loaded(batch, inexact, row)
         except StopIteration as error:  # it would silently end the epoch
             raise RuntimeError("the dataset raised StopIteration") from error
 
     def _items(self, ticket: Ticket) -> Any:
         if not self._batched:
             return self._item(ticket, ticket.indices)
-        several = getattr(self._dataset, "__getitems__", None)
+        several = getattr(self.users_dataset, "__getitems__", None)
         if several is not None and not (self._draws or self._generators):
             # One call for all items is many times faster, but cannot seed each of them.
             before = random_state.states()
             items = several(ticket.indices)
             if random_state.states() == before:
                 return items
-            self.__dict__["_draws"] = True
+            self._draws = True
         return [self._item(ticket, index) for index in ticket.indices]
 
     def _item(self, ticket: Ticket, index: Any) -> Any:
-        random_state.seed(mix(ticket.seed, "item", _number(index)), self._generators)
-        several = getattr(self._dataset, "__getitems__", None) if self._batched else None
-        return self._dataset[index] if several is None else several([index])[0]
+        random_state.seed(mix(ticket.seed, "item", _number(index)), self._generators or random_state.NONE)
+        several = getattr(self.users_dataset, "__getitems__", None) if self._batched else None
+        return self.users_dataset[index] if several is None else several([index])[0]
 
     def _collated(self, ticket: Ticket, items: Any) -> Batch:
         if self._batched:
-            random_state.seed(mix(ticket.seed, "collate", ticket.number), self._generators)
+            random_state.seed(mix(ticket.seed, "collate", ticket.number), self._generators or random_state.NONE)
         return self._collate(items)
 
-    def _probed(self, ticket: Ticket) -> str:
-        """Describe what differs at a second load."""
-        index = ticket.indices[0] if self._batched and ticket.indices else ticket.indices
-        if fingerprint(self._item(ticket, index)) != fingerprint(self._item(ticket, index)):
-            return "loading an item twice returned two different items"
+    def _probed(self, ticket: Ticket) -> tuple[str, int | None]:
+        """Describe what differs at a second load, and return the hash of the item."""
+        row, other = (fingerprint(self._item(ticket, ticket.probe[0])) for _ in range(2))
+        if row != other:
+            return "loading an item twice returned two different items", None
         collate = _owner(self._collate)
         if str(getattr(collate, "__module__", "")).startswith(("torch.utils.data.", "torchdata.")):
-            return ""
+            return "", row
         again = [fingerprint(self._collated(ticket, self._items(ticket))) for _ in range(2)]
         name = getattr(collate, "__qualname__", type(collate).__name__)
-        return (
-            ""
-            if again[0] == again[1]
-            else f"the collate function {name} returned two different batches of the same items"
-        )
+        same = again[0] == again[1]
+        return "" if same else f"the collate function {name} returned two different batches of the same items", row
 
     def _tensors(self) -> tuple[Tensor, ...] | None:
         """The tensors of a TensorDataset with the default collation: index them directly, since nothing draws."""
-        dataset = self._dataset
+        dataset = self.users_dataset
         while type(dataset) is Subset:
             dataset = dataset.dataset
         if type(dataset) is not TensorDataset or self._collate is not default_collate or not self._batched:
@@ -229,9 +221,9 @@ class IndexedFeed(Feed):
         self._tickets = _Tickets()
         how: dict[str, Any] = {"batch_size": None, "sampler": self._tickets, "collate_fn": _same_batch}
         self._engine = Engine(batches, like=loader, timeout=timeout, **how)
-        self._recent: OrderedDict[tuple[int, int], Any] = OrderedDict()
-        self._orders: dict[tuple[int, int], int] = {}  # hashes of all processes' indices of the same batches
+        self._recent: OrderedDict[tuple[int, int], tuple[Any, Any]] = OrderedDict()  # indices of this process, of all
         self._probed = False
+        self._checks_rows = self._mesh is not None
         if not ready:
             self._check_sampler()
 
@@ -267,11 +259,22 @@ class IndexedFeed(Feed):
         return found if found is None or self._first is None else min(found, self._first)
 
     def indices(self, epoch: int, batch: int) -> list[Any] | None:
-        found = self._recent.get((epoch, batch))
+        found, _ = self._recent.get((epoch, batch), (None, None))
         return found if found is None or isinstance(found, list) else [found]
 
     def order(self, epoch: int, batch: int) -> int:
-        return self._orders.get((epoch, batch), 0)
+        _, found = self._recent.get((epoch, batch), (None, None))
+        return 0 if found is None else zlib.crc32(repr(found).encode())
+
+    def chosen(self) -> list[Any] | None:
+        found: list[Any] | None = None
+        dataset: Any = self._source.dataset
+        while isinstance(dataset, Subset):
+            part = cast("Subset[Any]", dataset)
+            own = [_number(index) for index in part.indices]
+            found = own if found is None else [own[int(index)] for index in found]
+            dataset = part.dataset
+        return found
 
     def close(self) -> None:
         self._engine.close()
@@ -282,9 +285,12 @@ class IndexedFeed(Feed):
         self._tickets.source = self._order(epoch, start, counts)
         loaded = self._engine.run(mix(self._seed, "workers", epoch))
         try:
-            for batch, inexact in loaded:
+            for batch, inexact, row in loaded:
                 if inexact:
                     self._warn(inexact)
+                if self._checks_rows:
+                    self._checks_rows = False
+                    check_rows(self.name, self.order(epoch, start), row)
                 yield batch if self._mesh is None else Share(batch, torch.tensor(float(counts.popleft())))
         finally:
             loaded.close()
@@ -294,22 +300,19 @@ class IndexedFeed(Feed):
         for number, whole in enumerate(self._after(self._index_batches(epoch), epoch, start), start):
             indices = whole
             if self._mesh is not None:
-                self._orders[epoch, number] = zlib.crc32(repr(whole).encode())
                 indices, has_rows = _share(whole, self._mesh)
                 counts.append(has_rows)
-            self._recent[epoch, number] = indices
+            self._recent[epoch, number] = indices, whole
             if len(self._recent) > _REMEMBERED:
-                self._orders.pop(self._recent.popitem(last=False)[0], None)
-            probe, self._probed = not self._probed, True
+                self._recent.popitem(last=False)
+            item = (whole,) if self._source.batch_sampler is None else (*whole[:1],)
+            probe, self._probed = () if self._probed else item, True
             yield Ticket(number, epoch, seed, indices, probe)
 
     def _index_batches(self, epoch: int) -> Iterator[Any]:
         number = mix(self._seed, "order", epoch)
         if not self._is_ready():
-            batches = self._drawn(self._own_sampler(), epoch)
-            first = next(batches, None)
-            self._check_begun(epoch, fingerprint(first))
-            return batches if first is None else chain([first], batches)
+            return self._compared(self._drawn(self._own_sampler(), epoch), epoch)
         if self._source.batch_sampler is None:
             return iter(self._ready_sampler(number))
         return iter(BatchSampler(self._ready_sampler(number), int(self._batch_size), bool(self._drop_last)))

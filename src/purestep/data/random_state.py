@@ -43,7 +43,7 @@ def scoped(number: int, more: Mapping[str, Any] = NONE) -> Generator[None]:
         True
     """
     with rng.scoped(number), host_generators.scoped(number):  # the first holds the lock
-        seed_own(number, more)
+        _seed_own(number, more)
         yield
 
 
@@ -68,24 +68,11 @@ def seed(number: int, more: Mapping[str, Any] = NONE) -> None:
     """
     global_rng.seed_cpu(number)
     host_generators.seed(number)
-    seed_own(number, more)
+    _seed_own(number, more)
 
 
-def seed_own(number: int, generators: Mapping[str, Any]) -> None:
-    """Give each generator its own seed, from ``number`` and its path.
-
-    Args:
-        number: in [0, 2**63).
-        generators: the result of `own`.
-
-    Example:
-        >>> generator = random.Random()
-        >>> seed_own(1, {"rng": generator})
-        >>> first = generator.random()
-        >>> seed_own(1, {"rng": generator})
-        >>> generator.random() == first
-        True
-    """
+def _seed_own(number: int, generators: Mapping[str, Any]) -> None:
+    """Give each generator its own seed, from ``number`` and its path."""
     for path, generator in generators.items():
         _seed(generator, rng.mix(number, path))
 

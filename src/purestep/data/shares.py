@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -9,12 +10,66 @@ import torch
 
 from .. import parallel
 from ..errors import RankError
-from ..parallel import processes
+from ..parallel import loaders, processes
 from ..types import Batch, Share
-from .feed import Feed
+from .feed import Feed, fingerprint
+from .iterable import SequenceFeed
 
 _END: Any = object()
 _COUNTS, _STANDS_IN = 1.0, 0.0
+_COMPARED = 1000  # indices of each process, to say why they differ
+_ORDER = (
+    "the same dataset, sampler and seed in every process, and no sampler that draws from torch's, numpy's or Python's "
+    f"global generator; {loaders.WHOLE}"
+)
+
+
+def check_chosen(feed: Feed) -> None:
+    """Check that the `Subset` of a loader has the same rows in all processes: a collective.
+
+    Raises:
+        RankError: with the habit that leads to other rows, and its cure.
+    """
+    chosen = feed.chosen()
+    found = processes.by_process(zlib.crc32(repr(chosen).encode()))
+    other = next((rank for rank, digest in enumerate(found) if digest != found[0]), 0)
+    if not other:
+        return
+    parts = [set(part) for part in processes.gathered(sorted(chosen or (), key=str)[:_COMPARED])]
+    what = f"the rows of its Subset differ between process 0 and process {other}"
+    if parts[0] & parts[other]:
+        what += ", and some are in both: a split that was drawn at random before one seed was set in all processes"
+        hint = (
+            "torch.manual_seed(0) before the split in every process; or random_split(data, [0.9, 0.1], "
+            "generator=torch.Generator().manual_seed(0)), train_test_split(..., random_state=0)"
+        )
+    else:
+        what += ", and none is in both: each process has a part, as for DistributedDataParallel"
+        hint = (
+            "pass the loader of the whole dataset, of which each batch is divided; or ps.parallel.sharded(loader), if "
+            "each process is to load its own batches"
+        )
+    raise RankError(what, where=feed.name, hint=hint)
+
+
+def check_rows(name: str, order: int, row: int | None) -> None:
+    """Check that all processes load the same data: a collective.
+
+    Args:
+        name: of the loader.
+        order: hash of the indices of a batch, 0 if they are unknown.
+        row: hash of a row of this batch; None if this process cannot load it twice alike.
+
+    Raises:
+        RankError: they differ.
+    """
+    processes.check_same({"the order of the data": order}, where=name, hint=_ORDER)
+    rows = processes.gathered(row)
+    known = [rank for rank, found in enumerate(rows) if found is not None]
+    other = next((rank for rank in known if rows[rank] != rows[known[0]]), None)
+    if other is not None:
+        what = f"its first row in process {known[0]} has other values than in process {other}"
+        raise RankError(what, where=name, hint=loaders.WHOLE)
 
 
 class RowsFeed(Feed):
@@ -32,6 +87,7 @@ class RowsFeed(Feed):
         self.is_divided = True
         self._mesh = mesh
         self._checks_end = checks_end
+        self._checks_rows = isinstance(feed, SequenceFeed)  # seeds of a stream may differ
 
     def count(self, epoch: int) -> int | None:
         found = self._feed.count(epoch)
@@ -51,6 +107,9 @@ class RowsFeed(Feed):
                     self._check_end(epoch, number, has_one=batch is not _END)
                 if batch is _END:
                     return
+                if self._checks_rows:
+                    self._checks_rows = False
+                    check_rows(self.name, 0, fingerprint(batch))
                 number += 1
                 yield parallel.share(batch, self._mesh)
         finally:
@@ -75,6 +134,12 @@ class RowsFeed(Feed):
 
     def indices(self, epoch: int, batch: int) -> list[Any] | None:
         return self._feed.indices(epoch, batch)
+
+    def chosen(self) -> list[Any] | None:
+        return self._feed.chosen()
+
+    def order(self, epoch: int, batch: int) -> int:
+        return self._feed.order(epoch, batch)
 
     def stopped_early(self, epoch: int, consumed: int) -> None:
         self._feed.stopped_early(epoch, consumed)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 
 from ..torch_ext import hidden
 
@@ -202,6 +202,8 @@ class _WorkerStart:
         told = None if self.of_a_server else multiprocessing.parent_process()
         parent = os.getppid() if told is None or told.pid is None else told.pid
         threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
+        info: Any = get_worker_info()  # frozen
+        object.__setattr__(info, "dataset", getattr(info.dataset, "users_dataset", info.dataset))  # ours has batches
         if self.then is not None:
             self.then(worker)
 

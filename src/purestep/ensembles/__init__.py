@@ -4,4 +4,3 @@ ensemble      `ps.ensemble`: the program of several members
 """
 
 from .ensemble import ensemble as ensemble
-from .ensemble import mean_and_std as mean_and_std

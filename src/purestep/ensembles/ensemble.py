@@ -12,20 +12,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from .. import optim, rng, tree
-from ..analysis import plain_functions
-from ..errors import ConfigError, DataError, PurestepError, StateError, StepContractError
+from ..analysis import plain_functions, refused
+from ..errors import ConfigError, DataError, StateError
 from ..metrics import Gathered, handed_out
 from ..model import Inference, functional
 from ..state import check_choice, check_count, known_keywords, stacked, views
 from ..step import Adding, Closing, static_of
 from ..torch_ext import draws, tracing
-from ..types import Batch, Empty, Mean, Metrics, Params, Program, Static, Steps, TrainState, Tree
+from ..types import Batch, Empty, Mean, Metrics, Params, Program, Static, Steps, TrainState
+
+_CURE = "replace this operation (torch.where instead of if); or train the members one by one, with the program itself"
 
 
 @known_keywords
@@ -56,7 +58,7 @@ def ensemble(program: Program, members: int, *, batches: Literal["shared", "own"
       ``{"learning_rate": [1e-3, 3e-3]}``, a number for each member.
     - ``train_step``, ``flush``, ``eval_step`` are those of `Program`; a context is passed to every member as it is.
     - ``bind(state, view=None, train=False)`` returns a callable whose outputs have the leading dimension, for inputs
-      that all members share. `mean_and_std` summarizes them.
+      that all members share: ``outputs.mean(0)`` and ``outputs.std(0)`` are those over the members.
 
     Dropout uses the same masks as the member alone on the CPU, and in eager mode on other devices if its input is
     contiguous; alpha dropout does so for contiguous inputs. In a graph `torch.randperm` draws other numbers.
@@ -386,10 +388,9 @@ class _Mapped:
             is_plain = not self._is_recurrent or where not in ("eval_step", "bind")
             function = flat if is_plain else plain_functions.decomposed(flat)
             outputs = torch.func.vmap(function, randomness=draws)(*leaves, *rows)
-        except PurestepError:
-            raise
         except RuntimeError as error:
-            raise _explained(error, where) from error
+            is_draw = "randomness error mode" in str(error)
+            raise (_DrawsError() if is_draw else refused(where, error, _CURE) or error) from error
         treedef, found, at = result
         for index, leaf in zip(at, outputs, strict=True):
             found[index] = leaf
@@ -413,28 +414,6 @@ class _Mapped:
 
 class _DrawsError(Exception):
     """A step draws random numbers, in a call that allows none."""
-
-
-def _explained(error: RuntimeError, where: str) -> Exception:
-    """The error to raise for one of `torch.func.vmap`; other errors are the model's own, and returned as they are."""
-    text = str(error).strip()
-    if "randomness error mode" in text:
-        return _DrawsError()
-    found = text.partition("\n")[0]
-    if "saved tensor hooks" in text:
-        found = "activation checkpointing (torch.utils.checkpoint) has no rule for it"
-    elif "doesn't have storage" in text:  # said of a mapped tensor
-        found = "an operation needs a tensor's own memory (as of packed sequences)"
-    elif "vmap" not in text and not text.startswith("Batching rule"):
-        return error
-    if ".item()" in found:
-        found = "it reads the value of a tensor (.item(), or a branch), which differs between the members"
-    return StepContractError(
-        f"torch.func.vmap cannot map the step: {found}",
-        where=", ".join(filter(None, (where, tracing.user_line(error)))),
-        hint="replace this operation (torch.where instead of if); or train the members one after another, with the "
-        "program itself",
-    )
 
 
 @contextmanager
@@ -482,44 +461,3 @@ def _by_member(metrics: Metrics, members: int) -> Metrics:
                 lambda leaf, at=index: leaf[at] if isinstance(leaf, Tensor) else leaf, metrics[name]
             )
     return found
-
-
-# --- outputs ----------------------------------------------------------------------------------------------------------
-
-
-class MeanAndStd(NamedTuple):
-    """The result of `mean_and_std`: two trees of the structure of one member's outputs."""
-
-    mean: Tree
-    std: Tree
-
-
-def mean_and_std(outputs: Tree, *, correction: int = 1) -> MeanAndStd:
-    """Return mean and standard deviation of the members' outputs.
-
-    Args:
-        outputs: a tree of floating tensors with a leading dimension for the members, as ``bind`` of an `ensemble`
-            returns. For probabilities, apply softmax before.
-        correction: the deviation divides by ``members - correction``, as in `torch.std`; 0 for a single member.
-
-    Returns:
-        Two trees of the same structure without that dimension.
-
-    Raises:
-        StateError: a leaf is no floating tensor with a leading dimension.
-
-    Example:
-        >>> found = mean_and_std(torch.tensor([[1.0, 2.0], [3.0, 2.0]]), correction=0)
-        >>> found.mean.tolist(), found.std.tolist()
-        ([2.0, 2.0], [1.0, 0.0])
-    """
-    for path, leaf in tree.with_paths(outputs):
-        if not isinstance(leaf, Tensor) or not leaf.dim() or not leaf.is_floating_point():
-            found = f"{leaf.dtype} of shape {list(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__
-            raise StateError(
-                f"the output is {found}, not a floating tensor with a dimension for the members",
-                where="/".join(filter(None, ("outputs", path))),
-                hint="pass the outputs of ensemble(...).bind(state)",
-            )
-    mean = tree.map(lambda leaf: leaf.mean(dim=0), outputs)
-    return MeanAndStd(mean, tree.map(lambda leaf: leaf.std(dim=0, correction=correction), outputs))

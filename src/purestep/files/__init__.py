@@ -11,9 +11,9 @@ failpoints  places where a test makes the disk, the process or the clock fail
 
 from .atomic import local_path as local_path
 from .atomic import make_directory as make_directory
+from .atomic import other_kind as other_kind
 from .atomic import remove_tree as remove_tree
 from .atomic import replacing as replacing
-from .atomic import special_file as special_file
 from .atomic import subdirectory as subdirectory
 from .atomic import sync_directory as sync_directory
 from .atomic import sync_file as sync_file

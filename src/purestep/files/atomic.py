@@ -81,26 +81,19 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[0][:300]}" if text else type(error).__name__
 
 
-def special_file(path: Path | str) -> str:
-    """The kind of a path that cannot be replaced, such as ``"a FIFO"`` or ``"a socket"``; "" for other paths.
-
-    Follows links. Paths below ``/dev`` and ``/proc`` count too (``/dev/stdout``, which may be a file).
+def other_kind(path: Path | str) -> str:
+    """The kind of a path that is neither missing nor a regular file; "" for these two. ``/dev/stdout`` is a link.
 
     Example:
-        >>> special_file("/dev/null"), special_file("notes.txt")
-        ('a character device', '')
+        >>> other_kind("/dev/null"), other_kind("notes.txt")
+        ('a FIFO, a socket or a device', '')
     """
     try:
-        kind = stat.S_IFMT(os.stat(path).st_mode)
+        kind = stat.S_IFMT(os.lstat(path).st_mode)
     except (OSError, ValueError):
         return ""
-    place, system = os.path.abspath(path), ("/dev/", "/proc/")
-    while os.path.islink(place) and not place.startswith(system):  # a chain of links that `stat` could follow ends
-        place = os.path.abspath(os.path.join(os.path.dirname(place), os.readlink(place)))
-    if kind == stat.S_IFREG and place.startswith(system) and not place.startswith("/dev/shm/"):
-        return "a link of the system to an open file"
-    kinds = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a character device"}
-    return kinds.get(kind, "a block device" if kind == stat.S_IFBLK else "")
+    kinds = {stat.S_IFREG: "", stat.S_IFDIR: "a directory", stat.S_IFLNK: "a link"}
+    return kinds.get(kind, "a FIFO, a socket or a device")
 
 
 @contextmanager
@@ -123,7 +116,7 @@ def replacing(path: Path | str) -> Generator[Path]:
         ('whole', ['notes.txt'])
     """
     target = Path(path)
-    if kind := "a directory" if target.is_dir() else special_file(target):
+    if kind := other_kind(target):
         raise WriteFailed(f"the path is {kind} and cannot be replaced", where=str(path), hint="pass the path of a file")
     temporary = target.with_name(f".{target.name[:100]}.{secrets.token_hex(8)}.tmp")
     try:

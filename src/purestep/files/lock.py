@@ -48,7 +48,6 @@ class DirectoryLock:
 
     Args:
         directory: the directory; `acquire` creates it.
-        name: of the file. The other processes of a mesh that write into the directory hold one each.
 
     Example:
         >>> import tempfile
@@ -57,8 +56,8 @@ class DirectoryLock:
         (True, True)
     """
 
-    def __init__(self, directory: Path | str, name: str = ".lock") -> None:
-        self.path = Path(directory) / name
+    def __init__(self, directory: Path | str) -> None:
+        self.path = Path(directory) / ".lock"
         self._lock = filelock.FileLock(self.path, thread_local=False, fallback_to_soft=False, poll_interval=0.01)
         # A lock without references, in a notebook for example, is released.
         self._end = weakref.finalize(self, _release, self._lock)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .. import data, parallel, tree
 from ..compile import plain, states
-from ..parallel import placement, processes
+from ..parallel import loaders, passes, placement, processes
 from ..torch_ext import tensor_layout
 from ..types import Program, Tree
 from .accounting import Accounting
@@ -146,6 +146,7 @@ class JointDecisions(Decisions):
         self._failure: Exception | None = None
         self._answers = 0
         self._is_first_batch = True
+        passes.taken()  # those of steps before this run
 
     @property
     def signal(self) -> Pending | None:
@@ -223,7 +224,8 @@ class JointDecisions(Decisions):
             "the order of the data": self._feed.order(loop.epoch, loop.batch - 1),
             "the number of states that callbacks returned": self._answers,
         }
-        place = zlib.crc32(repr(same).encode())
+        order = passes.taken()
+        place = zlib.crc32(repr((same, order)).encode())
         joint = _Numbers(
             signal=max(_SIGNALS.index(pending), self._joint.signal),
             stop=self._stop is not None,
@@ -235,6 +237,7 @@ class JointDecisions(Decisions):
         )
         joint = self._joint = _Numbers(*processes.largest(joint))
         if joint.place != -joint.place_negated:
+            passes.check_order(order)
             processes.check_same(same, where="train", hint=_SAME_PLACE)
         if joint.failed:
             processes.together(self._raise_failure)
@@ -294,11 +297,31 @@ def place_of(loop: LoopState) -> dict[str, Any]:
     return {"restored step": loop.calls, "epoch": loop.epoch, "batch": loop.batch, "updates": loop.updates}
 
 
-def facts_of(state: Tree, program: Program, config: FitConfig, feeds: Feeds) -> dict[str, Any]:
-    """Return what must be the same in all processes when a run begins."""
-    facts: dict[str, Any] = {f"config {name}": repr(value) for name, value in config.model_dump().items()}
-    for name, feed in {"train": feeds.train, **feeds.evaluation}.items():
+def check_data(mesh: parallel.Mesh | None, feeds: Feeds) -> None:
+    """Check that all processes have the same loaders: their facts, and the rows that a `Subset` chooses. The rows
+    themselves are compared with the first batch of each loader.
+
+    Args:
+        mesh: None: one process, nothing is compared.
+        feeds: of the run.
+
+    Raises:
+        RankError: with the facts that differ, or the rows.
+    """
+    if mesh is None:
+        return
+    named = {"train": feeds.train, **feeds.evaluation}
+    facts: dict[str, Any] = {}
+    for name, feed in named.items():
         facts |= {f"loader {name}, {key}": value for key, value in {**feed.facts, "length": feed.length}.items()}
+    processes.check_same(facts, where="fit", hint=f"{_SAME}: {loaders.WHOLE}")
+    for feed in named.values():
+        data.check_chosen(feed)
+
+
+def facts_of(state: Tree, program: Program, config: FitConfig) -> dict[str, Any]:
+    """Return what must be the same in all processes when a run begins, besides the loaders."""
+    facts: dict[str, Any] = {f"config {name}": repr(value) for name, value in config.model_dump().items()}
     static = program.static
     if static is not None:
         facts |= {f"program {key}": getattr(static, key) for key in ("accumulate", "tail", "has_ema")}

@@ -178,7 +178,8 @@ class _Run:
         """Take the state and the position of an interrupted run, if there is one, and open the other parts."""
         if config.record and mesh is not None:
             raise ConfigError("record keeps the batches of one process alone", where="fit", hint="record=0")
-        decisions.check_alike(mesh, lambda: decisions.facts_of(self.state, program, config, feeds))
+        decisions.check_alike(mesh, lambda: decisions.facts_of(self.state, program, config))
+        decisions.check_data(mesh, feeds)
         self.config, self.feeds, self.callbacks = config, feeds, callbacks
         self.view = inputs.view_to_evaluate(self.state, config)
         self.monitor = policy.monitor(config, feeds.evaluation, feeds.train.count)

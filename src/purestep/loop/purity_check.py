@@ -13,6 +13,7 @@ from .. import data, tree
 from ..compile import captured_tensors, plain
 from ..diagnostics import purity
 from ..errors import PurestepError, StepContractError
+from ..parallel import passes
 from ..step import static_of
 from ..torch_ext import tracing
 from ..types import Form, Metrics, Params, Program, TrainState, Tree
@@ -78,12 +79,13 @@ class PurityCheck:
         return result
 
     def _observe(self, state: Tree, batch: Any) -> tuple[Tree, Metrics]:
-        return purity.observe(
-            lambda: check_pair(self._step(state, batch)),
-            {"state": state, "batch": batch, "closure": captured_tensors(self._step)},
-            again=lambda: check_pair(self._reach.step(state, batch)),
-            leaks=self._made == 1,
-        )
+        with passes.checking():
+            return purity.observe(
+                lambda: check_pair(self._step(state, batch)),
+                {"state": state, "batch": batch, "closure": captured_tensors(self._step)},
+                again=lambda: check_pair(self._reach.step(state, batch)),
+                leaks=self._made == 1,
+            )
 
     def _unchecked(self) -> None:
         _log.info("the step is not checked: it does not run twice in eager mode within the free memory")

@@ -56,13 +56,15 @@ def check_rate(where: str, name: str, value: Any, cure: str = "") -> None:
         ConfigError: it is a number out of range, has another type, or is one of torch's schedulers.
     """
     if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
+        group = value.optimizer.param_groups[0]
+        rate = group.get("initial_lr", group["lr"])
         raise ConfigError(
             f"{name} is a {type(value).__name__}, which counts its own steps",
             where=where,
-            hint=f"schedules.from_torch_scheduler({type(value).__name__}, 1e-3, steps=10_000, ...)",
+            hint=f"schedules.from_torch_scheduler({type(value).__name__}, {rate}, steps=..., ...)",
         )
     if not callable(value):
-        _check_number(where, name, value, cure or f"{name}=1e-3")
+        _check_number(where, name, value, cure)
 
 
 Rate: TypeAlias = Annotated[float | Tensor | Schedule, check_rate]

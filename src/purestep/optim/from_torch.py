@@ -1,9 +1,9 @@
 """Any `torch.optim.Optimizer` as a pure transform.
 
-An eager update builds the optimizer on copies of the parameters, loads its state from the tree, runs one step, and
-stores the state back in the tree: the numbers are exactly those of the optimizer. A compiled step runs a graph that
-`init` has traced on fake tensors. The graph exists for every optimizer that keeps its state in tensors, does not read
-their values, and whose first step is like the later ones.
+An update builds the optimizer on copies of the parameters, loads its state from the tree, runs one step, and stores the
+state back in the tree: the numbers are exactly those of the optimizer. A compiled step traces this Python, as that of a
+model. An optimizer can be traced if it keeps its state in tensors, does not read their values, and its first step is
+like the later ones. In a user's `torch.compile` the update is a break in the graph.
 
 `init` first probes the optimizer on small tensors: which state it keeps for a parameter, that it keeps nothing
 elsewhere, and that an optimizer which is rebuilt from this state computes the same updates.
@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -70,13 +68,13 @@ def from_torch(optimizer: type[torch.optim.Optimizer], *, lr: Rate | None = None
     """
     spec = _spec_of(optimizer, lr, kwargs)
     schedule = lr if isinstance(lr, Tensor) or callable(lr) else None
-    plans: dict[tuple[Any, ...], _Plan] = {}
+    special: dict[tuple[Any, ...], bool] = {}  # for parameters of these shapes, the first step is not as the later ones
 
     def init(params: Params) -> FromTorchState:
         step = zero_count(params)
         if not params:
             return FromTorchState(step, Empty(), {})
-        slots, plans[_plan_key(params)] = _prepare(spec, params, is_scheduled=schedule is not None)
+        slots, special[_shapes(params)] = _prepare(spec, params)
         rate = spec.rate() if schedule is None else rate_at(schedule, step)
         return FromTorchState(step, Empty() if rate is None else rate_leaf(rate, step), slots)
 
@@ -90,14 +88,8 @@ def from_torch(optimizer: type[torch.optim.Optimizer], *, lr: Rate | None = None
                 hint="use an optimizer of purestep.optim: optim.adamw(1e-3)",
             )
         rate = None if schedule is None else _rate(schedule, state.step)
-        arguments = (params, updates, state.slots)
-        plan = plans.get(_plan_key(params))
-        if tracing.in_graph() or _is_traced():
-            new, slots = _traced_step(plan, spec.where, arguments, rate)
-        else:
-            if plan is None:
-                plan = plans[_plan_key(params)] = _prepare(spec, params, is_scheduled=schedule is not None)[-1]
-            new, slots = _eager_step(plan, spec, arguments, rate, state.step)
+        run = _traced_step if not torch.compiler.is_dynamo_compiling() and tracing.in_graph() else _eager_step
+        new, slots = run(spec, special, (params, updates, state.slots), rate, state.step)
         shown = spec.rate() if rate is None else rate
         learning_rate = state.learning_rate if shown is None else rate_leaf(shown, state.step)
         changes = {name: new[name] - params[name] for name in updates}
@@ -158,13 +150,6 @@ class _StepResult(NamedTuple):
     slots: Slots
 
 
-class _Plan(NamedTuple):
-    """The steps of an optimizer for parameters of certain names, shapes and dtypes."""
-
-    first_differs: bool  # the first step is special, as in SGD, which does not dampen the first gradient
-    traced: Callable[..., _StepResult] | str  # the step as a graph, or the reason why there is none
-
-
 def _spec_of(optimizer: Any, lr: Rate | None, kwargs: dict[str, Any]) -> _Spec:
     if not isinstance(optimizer, type):
         kind = type(optimizer).__name__
@@ -189,9 +174,8 @@ def _check_supported(optimizer: type[torch.optim.Optimizer], where: str) -> None
         raise ConfigError("it needs sparse gradients, but a pure step has dense gradients", where=where, hint=hint)
 
 
-def _plan_key(params: Params) -> tuple[Any, ...]:
-    # Dynamo guards on the keys, and cannot guard on a dtype.
-    return tuple((name, tuple(param.shape), str(param.dtype)) for name, param in params.items())
+def _shapes(params: Params) -> tuple[Any, ...]:
+    return tuple((name, tuple(param.shape), param.dtype) for name, param in params.items())
 
 
 def _rate(rate: Tensor | Schedule, step: Tensor) -> Scalar:
@@ -201,42 +185,51 @@ def _rate(rate: Tensor | Schedule, step: Tensor) -> Scalar:
     return rate_at(rate, step)
 
 
-def _prepare(spec: _Spec, params: Params, *, is_scheduled: bool) -> tuple[Slots, _Plan]:
+def _prepare(spec: _Spec, params: Params) -> tuple[Slots, bool]:
+    """The state before the first update, and True if the first step is special, as in SGD with dampening."""
     probe = _probe(spec, params)
     slots, is_whole = _initial_state(spec, params, probe.fill)
-    if probe.first_differs or not is_whole:
-        return slots, _Plan(True, "its first step differs from the later ones")
-    # New tensor objects: the tracer treats one object in two places as one input.
-    grads = {name: param.detach() for name, param in params.items()}
-    return slots, _Plan(False, _trace(spec, (params, grads, slots), is_scheduled=is_scheduled))
+    return slots, probe.first_differs or not is_whole
 
 
-def _eager_step(plan: _Plan, spec: _Spec, arguments: _Arguments, rate: Any, step: Tensor) -> _StepResult:
+@tracing.break_in_graph
+def _eager_step(
+    spec: _Spec, special: dict[tuple[Any, ...], bool], arguments: _Arguments, rate: Any, step: Tensor
+) -> _StepResult:
+    params, _, slots = arguments
+    if (key := _shapes(params)) not in special:
+        special[key] = _prepare(spec, params)[1]
     # Optimizers compare and format their learning rate as a Python number. A rate that the caller passed as a tensor
     # stays a tensor, because torch rounds differently then.
     number = rate if rate is None or spec.lr_dtype is not None else float(rate)
-    is_first = plan.first_differs and bool(step == 0)
-    result = _run(spec, *arguments, rate=number, is_first=is_first)
-    if tree.signature(result.slots) != tree.signature(arguments[2]):
-        new = sorted({*tree.paths(result.slots)} ^ {*tree.paths(arguments[2])}) or "a leaf of another shape"
+    result = _run(spec, *arguments, rate=number, is_first=special[key] and bool(step == 0))
+    if tree.signature(result.slots) != tree.signature(slots):
+        new = sorted({*tree.paths(result.slots)} ^ {*tree.paths(slots)}) or "a leaf of another shape"
         hint = "use an optimizer whose state has the same keys and shapes from its first step on"
         raise StateError(f"its state gained or lost {new}", where=spec.where, hint=hint)
     return result
 
 
-def _traced_step(plan: _Plan | None, where: str, arguments: _Arguments, rate: Any) -> _StepResult:
-    if plan is None:
-        raise ConfigError("init was not called", where=where, hint="call tx.init(params) before compiling")
-    if isinstance(plan.traced, str):
-        hint = "set compile=False, or use the optimizer of the same name in purestep.optim"
-        raise ConfigError(f"its step cannot be compiled: {plan.traced}", where=where, hint=hint)
-    return plan.traced(*arguments, *(() if rate is None else (rate,)))
-
-
-def _is_traced() -> bool:
-    from torch.fx.experimental.proxy_tensor import get_proxy_mode  # Slow to import; `init` has imported it.
-
-    return get_proxy_mode() is not None
+def _traced_step(
+    spec: _Spec, special: dict[tuple[Any, ...], bool], arguments: _Arguments, rate: Any, step: Tensor
+) -> _StepResult:
+    del step  # A graph serves every step.
+    params, _, slots = arguments
+    if _shapes(params) not in special:
+        raise ConfigError("init was not called", where=spec.where, hint="call tx.init(params) before compiling")
+    keys = {_split_key(key) for slot in slots.values() for key in slot}
+    numbers = sorted({name for name, kind in keys if kind in _NUMBERS})
+    if special[_shapes(params)]:
+        why = "its first step differs from the later ones"
+    elif numbers:
+        why = f"its state has Python numbers ({', '.join(numbers)}), which would be constants in a graph"
+    else:
+        try:
+            return _run(spec, *arguments, rate=rate, is_traced=True)
+        except Exception as error:  # The optimizer and the tracer may raise anything.
+            why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    hint = "set compile=False, or use the optimizer of the same name in purestep.optim"
+    raise ConfigError(f"its step cannot be compiled: {why}", where=spec.where, hint=hint)
 
 
 def _run(
@@ -272,7 +265,10 @@ def _run(
         leaf.grad = grads[name].detach().to(leaf.dtype, copy=True)
         if not is_first:
             optimizer.state[leaf] = _to_native(slots[name], upcast=_may_upcast(leaf) and (is_traced or leaf.is_cuda))
-    optimizer.step()
+    if is_traced:  # without the wrapper around each `step`, which records it for profilers
+        type(optimizer).step.__wrapped__(optimizer)  # pyright: ignore[reportFunctionMemberAccess]
+    else:
+        optimizer.step()
     new_slots = {
         name: _to_tensors(optimizer.state[leaf], leaf, spec.where, slots[name]) for name, leaf in leaves.items()
     }
@@ -518,57 +514,3 @@ class _Recorder(dict[str, Any]):
         if key not in self:
             self[key] = default
         return self[key]
-
-
-def _trace(spec: _Spec, arguments: _Arguments, *, is_scheduled: bool) -> Callable[..., _StepResult] | str:
-    """Trace one step into a graph of tensor operations; return the reason as text if that fails.
-
-    Args:
-        spec: the optimizer.
-        arguments: params, grads and slots; only their shapes and dtypes matter.
-        is_scheduled: the graph takes the learning rate as a fourth argument.
-    """
-    keys = {_split_key(key) for slot in arguments[2].values() for key in slot}
-    numbers = sorted({name for name, kind in keys if kind in _NUMBERS})
-    if numbers:
-        return f"its state has Python numbers ({', '.join(numbers)}), which would be constants in a graph"
-
-    def step(params: Params, grads: Params, slots: Slots, *rates: Tensor) -> _StepResult:
-        return _run(spec, params, grads, slots, rate=rates[0] if rates else None, is_traced=True)
-
-    def scheduled(params: Params, grads: Params, slots: Slots, rate: Tensor) -> _StepResult:
-        return step(params, grads, slots, rate)
-
-    def constant(params: Params, grads: Params, slots: Slots) -> _StepResult:
-        return step(params, grads, slots)
-
-    from torch.fx.experimental.proxy_tensor import make_fx  # Slow to import.
-
-    example = next(iter(arguments[0].values()))
-    rates = (torch.zeros((), dtype=spec.lr_dtype, device=example.device),) if is_scheduled else ()
-    try:
-        with rng.scoped(0), _compiling_path():
-            graph = make_fx(scheduled if is_scheduled else constant, tracing_mode="fake")(*arguments, *rates)
-    except Exception as error:  # The optimizer and the tracer may raise anything.
-        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    for node in reversed(list(graph.graph.nodes)):
-        # Dynamo cannot capture the profiler's record of the step; no other node uses it.
-        if "profiler" in str(node.target):
-            graph.graph.erase_node(node)
-    graph.recompile()
-    return graph
-
-
-_COMPILING: ContextVar[bool] = ContextVar("compiling", default=False)
-
-
-@contextmanager
-def _compiling_path() -> Generator[None]:
-    """Make `torch.compiler.is_compiling` return True in this thread, so that optimizers do not read tensor values."""
-    real, token = torch.compiler.is_compiling, _COMPILING.set(True)
-    torch.compiler.is_compiling = lambda: _COMPILING.get() or real()
-    try:
-        yield
-    finally:
-        torch.compiler.is_compiling = real
-        _COMPILING.reset(token)

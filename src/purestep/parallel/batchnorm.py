@@ -1,10 +1,8 @@
-"""Batch normalization with the statistics of all processes' rows, and the pass that runs, which it reads."""
+"""Batch normalization with the statistics of all processes' rows."""
 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,43 +10,9 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError
 from ..torch_ext import tracing
-from . import collectives
+from . import collectives, passes
 
 _FORWARDS = {kind.forward for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)}
-
-
-class Pass:
-    """One forward and backward pass."""
-
-    def __init__(self, counts: Tensor | None) -> None:
-        self.counts = counts  # shape=(): 0 if the rows only stand in for an empty share; None: they count
-        self.weight: Tensor | None = None  # shape=(): of the loss; set at the end of the forward pass
-        self.unit: Callable[[], None] | None = None  # puts the pieces back into the unit that is whole; see `units`
-
-    def close_unit(self) -> None:
-        """Let the unit that the backward pass has computed last have its pieces again."""
-        close, self.unit = self.unit, None
-        if close is not None:
-            close()
-
-
-_running: list[Pass] = []  # not by thread: on CUDA another thread runs the backward pass
-
-
-@contextmanager
-def running(counts: Tensor | None) -> Generator[Pass]:
-    """A pass in which synchronized layers know the rows that count, and the weight of the loss."""
-    one = Pass(counts)
-    _running.append(one)
-    try:
-        yield one
-    finally:
-        _running.remove(one)
-
-
-def current() -> Pass:
-    """The pass that runs; outside of one, a new one."""
-    return _running[-1] if _running else Pass(None)
 
 
 def trained(module: nn.Module) -> list[str]:
@@ -81,9 +45,10 @@ def _forward(layer: Any, x: Tensor) -> Tensor:
     """`F.batch_norm` in train mode, over the rows of all processes that count. (N, C, ...) -> the same."""
     if x.dim() < 2:
         raise ValueError(f"{type(layer).__name__} expects (N, C, ...), not {list(x.shape)}")
-    one = current()
+    current = passes.current()
+    passes.meet(f"the statistics of a {type(layer).__name__}")
     values = x.double() if x.dtype == torch.float64 else x.float()
-    mean, variance, count = _statistics(values, one.counts)
+    mean, variance, count = _statistics(values, current.counts)
     if x.numel() == x.shape[1]:
         mean = _of_several(mean, count, x)
     _track(layer, mean.detach(), variance.detach(), count)
@@ -93,7 +58,7 @@ def _forward(layer: Any, x: Tensor) -> Tensor:
         result = result * layer.weight.to(values.dtype).view(shape)
     if layer.bias is not None:
         result = result + layer.bias.to(values.dtype).view(shape)
-    return _of_counted(result.to(x.dtype), one)
+    return _of_counted(result.to(x.dtype), current)
 
 
 def _statistics(x: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -140,14 +105,14 @@ def _track(layer: Any, mean: Tensor, variance: Tensor, count: Tensor) -> None:
         running.copy_((1 - factor) * running + factor * found.to(running.dtype))
 
 
-def _of_counted(value: Tensor, current: Pass) -> Tensor:
+def _of_counted(value: Tensor, current: passes.Pass) -> Tensor:
     """The value. A loss of weight 0 is 0/0: its gradient, which would reach all processes, is dropped."""
     return _Counted.apply(value, current)  # pyright: ignore[reportReturnType]
 
 
 class _Counted(torch.autograd.Function):
     @staticmethod
-    def forward(value: Tensor, current: Pass) -> Tensor:
+    def forward(value: Tensor, current: passes.Pass) -> Tensor:
         return value.view_as(value)
 
     @staticmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -17,9 +18,10 @@ from ..metrics import Gathered
 from ..model import check_real
 from ..optim import base, numerics
 from ..state import check_choice, known_keywords, views
+from ..torch_ext import tracing
 from ..types import Batch, Exchange, Form, Labels, Metrics, Params, Program, Share, Static, TrainState, Tree
 from . import batchnorm as batchnorms
-from . import collectives, joined_buffers, placement, processes, tensor_parallel
+from . import collectives, joined_buffers, passes, placement, processes, tensor_parallel
 from . import mesh as meshes
 from . import units as blocks
 from .mesh import Mesh
@@ -28,6 +30,7 @@ from .placement import Leaf, Sharding
 Rules = Sequence[tuple[str, str]]
 _WHERE = "distribute"
 _MODES = ("replicate", "shard")
+_CHECKS = 2  # passes that compare the order of their collectives, in every program
 
 
 @known_keywords
@@ -42,7 +45,7 @@ def distribute(
     buffers: Mapping[str, str] = MappingProxyType({}),
 ) -> Program:
     """Return the program for the processes of a mesh. Every step equals one process's step on the whole batch, up to
-    rounding, dropout, and ``batchnorm="average"``.
+    rounding, dropout, and ``batchnorm="average"``; a loss that compares the rows of a batch needs `gather`.
 
     Every process calls the same functions in the same order, with its rows of each batch (`fit` cuts them, `share`
     does in a loop of one's own). The objective's weights weigh the processes' gradients, losses and metrics, so shares
@@ -61,7 +64,8 @@ def distribute(
             (ZeRO-3): a process holds the whole parameters of one block at a time, at half as much more communication
             and a third more arithmetic. Only the block's own forward method may read its parameters, also in regions
             of activation checkpointing. A parameter that is tied to one outside of its block is gathered for the whole
-            call.
+            call. Every process runs these blocks in one order: leave out experts, and layers that a process may drop.
+            The order is compared in the first two passes, and by `fit` after every call in eager mode.
         batchnorm: for a model whose batch normalization trains, and only there, it has no default. "sync": statistics
             of all processes' rows, with one small collective a layer in each pass: equal to one process, unless the
             program has micro-batches (theirs have other rows). "average": each process uses the statistics of its own
@@ -86,7 +90,8 @@ def distribute(
             pieces; ``buffers`` matches no buffer. From train_step: the forward pass writes a buffer that has no
             entry in ``buffers``.
         RankError: ``params`` shards, and the mesh has ``shard=1``; it has ``tensor`` processes without a plan, or a
-            plan without processes; the program is distributed already; it is no program of `purestep.program`.
+            plan without processes; the program is distributed already; it is no program of `purestep.program`. From
+            train_step: processes run other blocks of ``units``.
 
     Example:
         >>> import torch, purestep as ps
@@ -140,7 +145,7 @@ def distribute(
         inner = _changed(inner, blocks.gathering(_units(in_units, sharding, splits)))
 
     hidden = frozenset(leaf.name for leaves in in_units.values() for leaf in leaves)
-    own = _Distributed(program, inner, mesh, sharding, splits, hidden, ways, is_seeded=is_synced or bool(in_units))
+    own = _Distributed(program, inner, mesh, sharding, splits, hidden, ways, mixes=is_synced or bool(in_units))
     own.cuts_first = is_compared and own.is_made_of_pieces(whole)
     steps = inner.made.steps(own.form(Form(lambda stored: stored, lambda named: named)))
     fixed = static._replace(
@@ -300,7 +305,7 @@ def _units(
 
     def unit(name: str, leaves: list[Leaf]) -> blocks.Unit:
         named = tuple((leaf.name.removeprefix(f"{name}."), leaf.part(sharding.tensor)) for leaf in leaves)
-        return blocks.Unit(named, sharding.width, wrapped)
+        return blocks.Unit(name, named, sharding.width, wrapped)
 
     return {name: unit(name, leaves) for name, leaves in in_units.items()}
 
@@ -321,7 +326,7 @@ class _Distributed:
         splits: parameters that are DTensors inside of a step.
         hidden: parameters that are gathered by their units.
         ways: of joining buffers.
-        is_seeded: as in `Exchange`.
+        mixes: as in `passes.Pass`.
     """
 
     def __init__(
@@ -334,7 +339,7 @@ class _Distributed:
         hidden: frozenset[str],
         ways: Mapping[str, str],
         *,
-        is_seeded: bool,
+        mixes: bool,
     ) -> None:
         self._program: Any = program
         self._inner: Any = inner
@@ -343,6 +348,8 @@ class _Distributed:
         self._splits = splits
         self._hidden = hidden
         self.cuts_first = False  # `init` makes the optimizer's state and the average of pieces
+        self._mixes = mixes
+        self._checks = _CHECKS
         self._leaves = {leaf.name: leaf for leaf in sharding.leaves}
         self._pieces = [leaf for leaf in sharding.leaves if leaf.is_trained and not leaf.is_whole]
         # Cut by rows, as one process of the axis "tensor" has them.
@@ -358,8 +365,7 @@ class _Distributed:
             norm=self._norm if self._pieces else None,
             update=self._update,
             stream=(mesh.batch_rank,),
-            call=batchnorms.running,
-            seeded=is_seeded,
+            call=self._pass,
         )
 
     # --- functions of the program -------------------------------------------------------------------------------------
@@ -413,9 +419,9 @@ class _Distributed:
     def eval_step(self, state: TrainState, batch: Batch, *context: Any, index: int = 0) -> Metrics:
         """The metrics of all processes; see `Program`. Gathered outputs are those of this process's rows, also of a row
         that stands in for an empty share: `evaluate` joins them at its end."""
-        metrics: Metrics = self._program.eval_step(
-            placement.weights(views.to_evaluate(state)), batch, *context, index=index
-        )
+        weights = placement.weights(views.to_evaluate(state))
+        with passes.running(batch.counts if isinstance(batch, Share) else None):
+            metrics: Metrics = self._program.eval_step(weights, batch, *context, index=index)
         own = {name: value for name, value in metrics.items() if isinstance(value, Gathered)}
         leaves, treedef = tree.flatten({name: value for name, value in metrics.items() if name not in own})
         sums = [new.to(old.dtype) for new, old in zip(self._sums(leaves), leaves, strict=True)]
@@ -463,6 +469,13 @@ class _Distributed:
         )
 
     # --- collectives of a step ----------------------------------------------------------------------------------------
+
+    def _pass(self, counts: Tensor | None) -> AbstractContextManager[passes.Pass]:
+        """A forward and backward pass; see `Exchange`."""
+        is_checked = not tracing.in_graph() and self._checks > 0
+        if is_checked:
+            self._checks -= 1
+        return passes.running(counts, mixes=self._mixes, is_checked=is_checked)
 
     def _reduced(self, grads: Params) -> Params:
         """Sums of gradients over all processes, in pieces."""

@@ -5,6 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+WHOLE = (
+    "a loader is the whole one, and each batch is divided among the processes; one of this process's own part, as for "
+    "DistributedDataParallel, goes into ps.parallel.sharded(loader); random splits and samplers need one seed in every "
+    "process, torch.manual_seed(0), and lists of files one order, sorted(files)"
+)
+"""The cure for loaders that differ between processes."""
+
 
 @dataclass(frozen=True)
 class Sharded:

@@ -11,7 +11,8 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch
@@ -162,6 +163,63 @@ def _read(message: Tensor, rank: int) -> Any:
         raise RankError(
             what, where=f"process {rank}", hint="let only the processes of one run reach each other"
         ) from error
+
+
+class Channel:
+    """Messages between process 0 and each other one, for one thread of each process while others make collectives.
+
+    It is a collective to create one: it has a group of its own. Without a mesh of several processes it has no peers.
+    """
+
+    def __init__(self) -> None:
+        mesh, groups = meshes.here(), meshes.current()
+        self.rank, self.size = mesh.rank, mesh.size
+        self._group: Any = None
+        if groups is not None and mesh.size > 1:
+            # Process 0 answers after the slowest of the others, which the others wait for too.
+            self._limit = 3 * groups.timeout
+            with answered("a new group of processes"):
+                self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._limit))
+
+    def send(self, value: Any, rank: int) -> None:
+        """Send plain values and tensors (`tree_json`) to a process.
+
+        Raises:
+            RankError: that process has ended, or does not receive in time.
+        """
+        own = _message(value)
+        with self._named(rank):
+            dist.send(torch.tensor(len(own)), rank, group=self._group)
+            dist.send(own, rank, group=self._group)
+
+    def receive(self, rank: int) -> Any:
+        """Wait for the value that a process sends.
+
+        Raises:
+            RankError: that process has ended, or does not send in time.
+        """
+        size = torch.tensor(0)
+        with self._named(rank):
+            dist.recv(size, rank, group=self._group)
+            found = torch.empty(int(size), dtype=torch.uint8)
+            dist.recv(found, rank, group=self._group)
+        return _read(found, rank)
+
+    @contextmanager
+    def _named(self, rank: int) -> Generator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            what = f"process {rank} ended, or did not answer within {self._limit:g} s"
+            hint = "see the error of that process; if it was only slow: parallel.start(timeout=...) with more seconds"
+            raise RankError(what, where=f"process {self.rank} of {self.size}", hint=hint) from error
+
+    def close(self) -> None:
+        """End the group. No thread may use it any more."""
+        group, self._group = self._group, None
+        if group is not None:
+            with suppress(Exception):  # the mesh has ended before
+                dist.destroy_process_group(group)
 
 
 def _host() -> Any:

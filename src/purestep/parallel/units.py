@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from ..errors import ConfigError, StepContractError
 from ..model import functional
 from ..types import Params
-from . import batchnorm, placement
+from . import passes, placement
 from .placement import Leaf
 
 _WHERE = "distribute"
@@ -25,6 +25,7 @@ _UNIT = "_purestep_unit"
 class Unit(NamedTuple):
     """Facts of a block with which it gathers its parameters."""
 
+    name: str
     leaves: tuple[tuple[str, Leaf], ...]  # (name in the block, leaf as one process of the axis "tensor" has it)
     width: int
     wrapped: Callable[[Params], Params]  # parameters by their names in the model -> as DTensors, under tensor parallel
@@ -149,13 +150,14 @@ def _called(function: Callable[..., Any], *args: Any) -> Any:
 def _forward(block: Any, *args: Any, **kwargs: Any) -> Any:
     """The block's forward method with whole parameters, which live only during it. The backward pass repeats it."""
     unit, forward = getattr(block, _UNIT)
-    current = batchnorm.current()
+    current = passes.current()
     current.close_unit()
     pieces: list[tuple[Leaf, Tensor]] = [(leaf, operator.attrgetter(name)(block)) for name, leaf in unit.leaves]
     is_repeated = False
 
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal is_repeated
+        passes.meet(f"the parameters of {unit.name}")
         current.close_unit()
         named: Params = {}
         for is_trained in (True, False):  # no gradients of frozen parameters are computed, and none are sent
@@ -173,7 +175,7 @@ def _forward(block: Any, *args: Any, **kwargs: Any) -> Any:
     return checkpoint(run, *args, use_reentrant=False, **kwargs)
 
 
-def _open(block: Any, inner: Params, current: batchnorm.Pass) -> None:
+def _open(block: Any, inner: Params, current: passes.Pass) -> None:
     """Leave whole parameters in a block that the backward pass has computed again: activation checkpointing inside of
     it repeats its parts later. They leave with the next unit, or at the end of the backward pass."""
     owners = [(block.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in inner]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import WriteFailed
-from ..files import special_file
+from ..files import other_kind
 
 
 class OutputFile:
@@ -24,8 +24,7 @@ class OutputFile:
     writes_files = True
 
     def __init__(self, path: Path) -> None:
-        kind = "a directory" if path.is_dir() else special_file(path) or ("a link" if path.is_symlink() else "")
-        if kind:
+        if kind := other_kind(path):
             raise WriteFailed(
                 f"the path is {kind}, and a sink writes a regular file",
                 where=str(path),

@@ -11,25 +11,17 @@ import math
 import operator
 import os
 import shutil
-import tempfile
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..errors import Corrupt, NotFound, SnapshotError
-from ..files import failpoint, remove_tree, sync_directory, write_failed
+from ..files import failpoint, remove_tree, sync_directory
 from . import manifest as manifests
 
 _REPLACED = ".replaced-"
-
-
-class Entry(NamedTuple):
-    """A committed step, according to its manifest and the sizes of its files."""
-
-    step: int
-    metrics: dict[str, float]
-    monitor: tuple[str, str] | None
 
 
 def numbered(root: Path) -> list[int]:
@@ -78,24 +70,20 @@ def checked_step(root: Path, step: Any) -> int:
     return number
 
 
-def entry(root: Path, step: int) -> Entry | None:
-    """The step, or None if it is damaged, written by a newer release, or not readable for this user."""
-    try:
-        found = manifests.read(place(root, step))
-    except SnapshotError:
-        return None
-    return Entry(step, found.metrics, found.monitor)
+def intact(root: Path) -> list[manifests.Manifest]:
+    """The manifests of the steps in ascending order, without those that are damaged, written by a newer release, or not
+    readable for this user, according to the manifests and the sizes of their files."""
+    found: list[manifests.Manifest] = []
+    for step in numbered(root):
+        with suppress(SnapshotError):
+            found.append(manifests.read(place(root, step)))
+    return found
 
 
-def entries(root: Path) -> list[Entry]:
-    """Every intact step in ascending order."""
-    return [found for step in numbered(root) if (found := entry(root, step)) is not None]
-
-
-def best(found: list[Entry], monitor: str, mode: str, *, count: int = 1) -> list[int]:
+def best(found: list[manifests.Manifest], monitor: str, mode: str, *, count: int = 1) -> list[int]:
     """The steps with the best values of a metric, best first, older first among equals. NaN is never best."""
     sign = 1.0 if mode == "min" else -1.0
-    known = [(sign * value, e.step) for e in found if math.isfinite(value := e.metrics.get(monitor, math.nan))]
+    known = [(sign * value, one.step) for one in found if math.isfinite(value := one.metrics.get(monitor, math.nan))]
     return [step for _, step in sorted(known)[:count]]
 
 
@@ -205,11 +193,6 @@ def restore_replaced(root: Path, step: int) -> None:
         os.rename(replaced(root, step), root / str(step))
 
 
-def locks(root: Path) -> list[str]:
-    """The names of the locks of other processes than the first."""
-    return sorted(name for name in os.listdir(root) if name.startswith(".lock-"))
-
-
 def sweep(root: Path) -> None:
     """Delete leftovers of killed writers. Only the holder of the lock may call it."""
     for name in os.listdir(root):
@@ -218,15 +201,3 @@ def sweep(root: Path) -> None:
             restore_replaced(root, int(step))
         if name.startswith((".tmp-", ".old-", _REPLACED)):
             remove_tree(root / name)
-
-
-def probe(root: Path) -> None:
-    """Create and delete a directory, so that a run that cannot save fails before its first step.
-
-    Raises:
-        WriteFailed: the directory cannot be written to.
-    """
-    try:
-        os.rmdir(tempfile.mkdtemp(prefix=".tmp-probe-", dir=root))
-    except OSError as error:
-        raise write_failed(root, error) from error

@@ -23,7 +23,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, cast
 
@@ -198,26 +198,23 @@ def _nearest(names: list[str], candidates: list[str]) -> list[tuple[str, str]]:
     return [(name, near(name) if index < 20 else "") for index, name in enumerate(names)]
 
 
-def select(paths: list[str], only: set[str] | None, *, where: str) -> set[str]:
-    """The paths below one of the prefixes; all paths for None.
+def select(paths: Collection[str], prefix: str | None, *, where: str) -> set[str]:
+    """The paths below a prefix; all paths for None.
 
     A prefix ends at a "/" or a "." of the path: ``params/layers.1`` selects ``params/layers.1.weight`` but not
     ``params/layers.10.weight``. It may end with a slash.
 
     Raises:
-        Mismatch: no leaf is below a prefix.
+        Mismatch: no leaf is below the prefix.
     """
-    if only is None:
+    if prefix is None:
         return set(paths)
-    found: set[str] = set()
-    for prefix in only:
-        name = prefix.removesuffix("/")
-        below = {path for path in paths if path == name or path.startswith((f"{name}/", f"{name}."))}
-        if not below:
-            tops = ", ".join(sorted({path.split("/")[0] for path in paths}))
-            raise Mismatch(f"no leaf is under {prefix!r}", where=where, hint=f"pass only= some of: {tops}")
-        found |= below
-    return found
+    name = prefix.removesuffix("/")
+    below = {path for path in paths if path == name or path.startswith((f"{name}/", f"{name}."))}
+    if not below:
+        tops = ", ".join(sorted({path.split("/")[0] for path in paths}))
+        raise Mismatch(f"no leaf is under {prefix!r}", where=where, hint=f"pass only= some of: {tops}")
+    return below
 
 
 def as_json(value: Any, *, where: str) -> Any:

@@ -33,24 +33,16 @@ Array = np.ndarray[Any, Any]
 _ITEM = "state"
 
 
-def ready(platforms: str | None) -> None:
-    """Import orbax, and restore the caller's generators. Takes a second, once per process.
-
-    Args:
-        platforms: as in `write`.
-    """
-    _orbax(platforms)
-
-
-def _orbax(platforms: str | None) -> Any:
+def ready() -> Any:
+    """Import orbax, and restore the caller's generators. Takes a second, once per process."""
     is_ours = "jax" not in sys.modules
     with random_state.scoped(0) if is_ours else nullcontext():
         import jax
     if is_ours:
         warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
 
-    if platforms is not None and not getattr(jax.config, "jax_platforms", None) and not _jax_is_running():
-        jax.config.update("jax_platforms", platforms)
+    if not getattr(jax.config, "jax_platforms", None) and not _jax_is_running():
+        jax.config.update("jax_platforms", "cpu")
     logging.getLogger("asyncio").addFilter(_orphans)  # adding it twice has no effect; the tasks fail late
     return importlib.import_module("orbax.checkpoint").v1
 
@@ -121,20 +113,19 @@ def _escape(character: str) -> str:
     return "".join(f"%{byte:02X}" for byte in character.encode("utf-8", "surrogatepass"))
 
 
-def write(folder: Path, arrays: Mapping[str, tuple[str, Array]], *, platforms: str | None) -> None:
+def write(folder: Path, arrays: Mapping[str, tuple[str, Array]]) -> None:
     """Write the arrays into ``folder``, which must not exist, and wait until orbax has committed them.
 
     Args:
         arrays: path -> (dtype name, carrier array); not copied, not changed.
-        platforms: JAX's platforms; None leaves JAX unchanged.
     """
-    orbax = _orbax(platforms)
+    orbax = ready()
     with _quiet(), _context(orbax):
         state = {key(path): values.view(_stored_type(dtype)) for path, (dtype, values) in arrays.items()}
         orbax.save(folder, state, checkpointable_name=_ITEM)
 
 
-def read(folder: Path, wanted: Mapping[str, tuple[str, tuple[int, ...]]], *, platforms: str | None) -> dict[str, Array]:
+def read(folder: Path, wanted: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, Array]:
     """Read some of the arrays as carrier arrays that share no memory.
 
     Args:
@@ -143,7 +134,7 @@ def read(folder: Path, wanted: Mapping[str, tuple[str, tuple[int, ...]]], *, pla
     Raises:
         ValueError: the arrays' own metadata claim other shapes.
     """
-    orbax = _orbax(platforms)
+    orbax = ready()
     with _quiet(), _context(orbax):
         check_shapes(folder, {path: shape for path, (_, shape) in wanted.items()})
         placeholders = {key(path): np.empty(0, _stored_type(dtype)) for path, (dtype, _) in wanted.items()}

@@ -28,7 +28,8 @@ def sources(template: Tree, prefix: str, stored: Collection[str]) -> dict[str, s
     """
     root, _, word = prefix.rpartition("/")
     above = f"{root}/" if root else ""
-    if word != WORD or not isinstance(_part(template, root), TrainState):
+    states = tree.with_paths(template, is_leaf=lambda node: isinstance(node, TrainState))
+    if word != WORD or not any(path == root and isinstance(node, TrainState) for path, node in states):
         return None
     known = frozenset(stored)
     return {
@@ -36,20 +37,6 @@ def sources(template: Tree, prefix: str, stored: Collection[str]) -> dict[str, s
         for path in tree.paths(template)
         if path.startswith(above) and path.removeprefix(above).split("/")[0] in ("params", "frozen", "buffers", "ema")
     }
-
-
-def _part(template: Tree, root: str) -> Tree:
-    for name in filter(None, root.split("/")):
-        fields = getattr(template, "_fields", None)
-        if isinstance(template, dict):
-            template = next((value for key, value in template.items() if str(key) == name), None)
-        elif fields is not None:
-            template = getattr(template, name, None)
-        elif isinstance(template, list | tuple):
-            template = template[int(name)] if name.isdecimal() and int(name) < len(template) else None
-        else:
-            return None
-    return template
 
 
 def _candidates(path: str) -> Iterator[str]:

@@ -1,18 +1,11 @@
-"""Snapshots of several processes: which rows of which leaves each one writes and reads, and how they wait for another.
+"""Snapshots of several processes: which rows of which leaves each one writes and reads.
 
-Every process that holds pieces writes its rows into a folder ``part-1`` of one staging directory and reports; the first
-process waits for all reports, writes one manifest and commits. Writers run in threads, which must make no collectives,
-so a report is a file: ``<name>.pending`` is renamed to ``<name>.done`` or ``<name>.failed``, which needs no free space.
-A process that dies releases its lock in the directory, so the others wait for it no longer.
+Every process that holds pieces writes its rows into a folder ``part-1`` of one staging directory (`writer`).
 """
 
 from __future__ import annotations
 
-import json
-import os
-import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,15 +13,12 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..errors import RankError, WriteFailed
-from ..files import read_json, regular
+from ..errors import RankError
 from ..parallel import collectives, placement
 from ..parallel import mesh as meshes
 from ..types import TrainState, Tree
 from .manifest import Leaf, Piece, describe
 from .staging import Kind
-
-_SHORTEST, _LONGEST = 0.002, 0.05  # seconds between two looks at a report
 
 
 class HeldRows(NamedTuple):
@@ -157,85 +147,3 @@ def _writes(rows: HeldRows | None, spread: Spread) -> bool:
 def folder(root: Path, parts: int, part: int) -> Path:
     """The folder with the values of one part of a step."""
     return root if parts == 1 else root / f"part-{part}"
-
-
-# --- reports ----------------------------------------------------------------------------------------------------------
-
-
-class PartReport:
-    """The report of a thread to threads of other processes, as a file: pending, then done or failed.
-
-    Args:
-        path: without the ending.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._pending, self._done, self._failed = (Path(f"{path}.{word}") for word in ("pending", "done", "failed"))
-
-    def open(self) -> None:
-        """Create the pending report. Every process may wait for it afterwards."""
-        self.remove()
-        open(self._pending, "xb", opener=regular).close()
-
-    def done(self, value: Any = None) -> None:
-        """Report a JSON value. None deletes the report, which means success too."""
-        if value is None:
-            return self._pending.unlink()
-        with open(self._pending, "w", encoding="utf-8", opener=regular) as file:
-            json.dump(value, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.rename(self._pending, self._done)
-
-    def fail(self, error: WriteFailed) -> None:
-        """Report an error. On a full disk its text is lost."""
-        with suppress(OSError), open(self._pending, "w", encoding="utf-8", opener=regular) as file:
-            json.dump([error.what, error.where, error.hint, error.errno], file)
-        with suppress(OSError):
-            os.rename(self._pending, self._failed)
-
-    def wait(self, *, rank: int, alive: Callable[[], bool], timeout: float) -> Any:
-        """Wait for the report, and return its value.
-
-        Args:
-            rank: of the process that reports, for the messages.
-            alive: False if that process has ended.
-            timeout: seconds.
-
-        Raises:
-            WriteFailed: the process reported an error, has ended, or did not report in time.
-        """
-        end, pause = time.monotonic() + timeout, _SHORTEST
-        while self._pending.exists():
-            if not alive() and self._pending.exists():
-                raise WriteFailed(
-                    f"process {rank} ended before the snapshot was complete",
-                    where=str(self._pending.parent),
-                    hint="see the error of that process; a restarted run goes on from the last whole step",
-                )
-            if time.monotonic() > end:
-                raise WriteFailed(
-                    f"process {rank} did not report within {timeout:g} s",
-                    where=str(self._pending.parent),
-                    hint="use a faster disk, or pass a longer timeout to parallel.start",
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST)
-        if self._failed.exists():
-            raise _reported(self._failed, rank)
-        return read_json(self._done) if self._done.exists() else None
-
-    def remove(self) -> None:
-        """Delete all files of the report."""
-        for path in (self._pending, self._done, self._failed):
-            path.unlink(missing_ok=True)
-
-
-def _reported(path: Path, rank: int) -> WriteFailed:
-    try:
-        what, where, hint, number = read_json(path)
-    except (OSError, ValueError, TypeError):
-        what, where, hint, number = f"process {rank} could not write", str(path.parent), "see its error", None
-    failed = WriteFailed(what, where=where, hint=hint)
-    failed.errno = number
-    return failed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from .. import tree
+from ..parallel import mesh as meshes
 from ..types import TrainState, Tree
 from . import manifest as manifests
 from . import orbax_io, partial_restore, parts, staging
@@ -36,24 +37,14 @@ class Snapshot(NamedTuple):
     history: dict[str, list[Any]] | None = None  # the columns that were passed to save
 
 
-def read(
-    folder: Path,
-    template: Tree,
-    prefixes: set[str] | None,
-    *,
-    platforms: str | None,
-    warn: bool = False,
-    quiet: bool = False,
-) -> Snapshot:
+def read(folder: Path, template: Tree, prefixes: set[str] | None, *, warn: bool = False) -> Snapshot:
     """Read the state of one step into new tensors. Leaves outside the prefixes are copies of the template's.
 
     Args:
         folder: the directory of the step.
         template: the template; it is not changed.
-        prefixes: see `manifest.select`.
-        platforms: see `orbax_io.write`.
+        prefixes: see `manifest.select`, or words of `partial_restore`; None for all leaves.
         warn: log differences in the environment that can change the bits of later steps.
-        quiet: no warnings and log lines: another process of the mesh has them.
 
     Raises:
         Mismatch: leaves differ from the template; the message has one line for each. No values were read.
@@ -63,35 +54,35 @@ def read(
     leaves = tree.with_paths(template)
     spread = parts.spread(template)
     described = parts.described(staging.kinds(leaves), spread)
-    moved = _views(template, prefixes, manifest)
-    rest = None if prefixes is None else {prefix for prefix in prefixes if prefix not in moved}
-    chosen, stored = set[str](), set[str]()
-    if rest is None or rest:
-        chosen = manifests.select(list(described), rest, where="the template")
-        stored = manifests.select(list(manifest.leaves), rest, where=str(folder))
-        chosen -= {path for path in chosen - stored if path.endswith(_ADDED)}
-    sources = {path: path for path, _ in leaves if path in chosen} | {
-        p: source for found in moved.values() for p, source in found.items()
-    }
-    chosen |= sources.keys()
-    if not quiet:
-        _warn_of_other_fields(template, chosen, manifest)
+    sources: dict[str, str] = {}  # path in the template -> path in the snapshot
+    stored: set[str] = set()  # paths in the snapshot that the template has too
+    for prefix in [None] if prefixes is None else prefixes:
+        moved = None if prefix is None else partial_restore.sources(template, prefix, manifest.leaves.keys())
+        if moved is None:
+            below = manifests.select(manifest.leaves, prefix, where=str(folder))
+            chosen = manifests.select(described, prefix, where="the template")
+            moved = {path: path for path in chosen if path in below or not path.endswith(_ADDED)}
+            stored |= below
+        sources |= moved
+    is_first = meshes.here().rank == 0  # of several processes, one logs
+    if is_first:
+        _warn_of_other_fields(template, sources, manifest)
     held = {path: manifest.leaves[path] for path in stored}
     held |= {path: manifest.leaves[source] for path, source in sources.items() if source in manifest.leaves}
-    wanted = {path: leaf for path, leaf in described.items() if path in chosen}
+    wanted = {path: leaf for path, leaf in described.items() if path in sources}
     manifests.compare(held, wanted, where=str(folder), is_part=prefixes is not None)
     manifests.check_files(folder, manifest, 0)
-    arrays = _arrays(folder, manifest, sources, _pieces(leaves, spread), platforms)
+    arrays = _arrays(folder, manifest, sources, _pieces(leaves, spread))
     made: list[Any] = []
     ties: dict[int, list[tuple[Array | None, Tensor]]] = {}
     for path, leaf in leaves:
-        if path not in chosen:
+        if path not in sources:
             made.append(leaf.detach().clone() if isinstance(leaf, Tensor) else leaf)
         elif isinstance(leaf, Tensor):
             made.append(_tied(ties.setdefault(id(leaf), []), arrays.get(path), leaf))
         else:
             made.append(manifest.leaves[sources[path]].value)
-    if warn and not quiet:
+    if warn and is_first:
         _warn_of_changes(folder, manifest.environment, environment(tree.device([leaf for _, leaf in leaves])))
     _, treedef = tree.flatten(template)
     rows = manifests.read_history(folder, manifest)
@@ -108,18 +99,12 @@ def _tied(known: list[tuple[Array | None, Tensor]], values: Array | None, leaf: 
     return known[-1][1]
 
 
-def _warn_of_other_fields(template: Tree, chosen: set[str], manifest: Manifest) -> None:
+def _warn_of_other_fields(template: Tree, chosen: Collection[str], manifest: Manifest) -> None:
     """Warn if weights are restored without their buffers or average: the evaluation would differ."""
     left = [path for path in manifest.leaves if path.split("/")[0] in ("buffers", "ema") and path not in chosen]
     if isinstance(template, TrainState) and left and any(path.startswith("params/") for path in chosen):
         fields = " and ".join(dict.fromkeys(path.split("/")[0] for path in left))
         _log.warning('only trained params are restored; %s are the template\'s (cure: pass only="params")', fields)
-
-
-def _views(template: Tree, prefixes: set[str] | None, manifest: Manifest) -> dict[str, dict[str, str]]:
-    """For the prefixes that mean the view "params", the mapping from template paths to snapshot paths."""
-    found = {prefix: partial_restore.sources(template, prefix, manifest.leaves.keys()) for prefix in prefixes or ()}
-    return {prefix: sources for prefix, sources in found.items() if sources is not None}
 
 
 def _warn_of_changes(folder: Path, then: dict[str, Any], now: dict[str, Any]) -> None:
@@ -130,9 +115,7 @@ def _warn_of_changes(folder: Path, then: dict[str, Any], now: dict[str, Any]) ->
         )
 
 
-def load(
-    folder: Path, manifest: Manifest, part: int, paths: Iterable[str], *, platforms: str | None
-) -> dict[str, Array]:
+def load(folder: Path, manifest: Manifest, part: int, paths: Iterable[str]) -> dict[str, Array]:
     """Read some of the arrays of one part.
 
     Raises:
@@ -143,7 +126,7 @@ def load(
     shapes = {path: manifest.leaves[path].stored_shape(stored[path]) for path in paths}
     wanted = {path: (manifest.leaves[path].dtype, shape) for path, shape in shapes.items()}
     try:
-        values = orbax_io.read(place, wanted, platforms=platforms) if wanted else {}
+        values = orbax_io.read(place, wanted) if wanted else {}
     except Exception as error:
         raise manifests.unreadable(place, error) from error
     for path in wanted:
@@ -195,7 +178,7 @@ def _pieces(leaves: list[tuple[str, Any]], spread: Spread) -> dict[str, _Held]:
 
 
 def _arrays(
-    folder: Path, manifest: Manifest, sources: Mapping[str, str], pieces: Mapping[str, _Held], platforms: str | None
+    folder: Path, manifest: Manifest, sources: Mapping[str, str], pieces: Mapping[str, _Held]
 ) -> dict[str, Array]:
     """The values of the template's leaves: whole arrays as they are read, others put together from pieces.
 
@@ -204,7 +187,6 @@ def _arrays(
         manifest: of the step.
         sources: path in the template -> path in the snapshot.
         pieces: the leaves of the template that are not whole.
-        platforms: see `orbax_io.write`.
     """
     found: dict[str, Array] = {}
     held: dict[str, _Held] = {}  # of the leaves that are put together
@@ -222,7 +204,7 @@ def _arrays(
         }
         if part and needed:
             manifests.check_files(folder, manifest, part)
-        values = load(folder, manifest, part, {sources[path] for path in needed}, platforms=platforms)
+        values = load(folder, manifest, part, {sources[path] for path in needed})
         taken: set[str] = set()
         for path, piece in needed.items():
             source = sources[path]

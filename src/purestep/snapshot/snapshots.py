@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from .. import tree
-from ..errors import ConfigError, Corrupt, Locked, NotFound, RankError, SnapshotError, WriteFailed
-from ..files import DirectoryLock, failpoint, is_locked, local_path
+from ..errors import ConfigError, Corrupt, NotFound, RankError, SnapshotError, WriteFailed
+from ..files import DirectoryLock, failpoint, local_path
 from ..parallel import mesh as meshes
 from ..parallel import processes
 from ..state import check_choice, check_count
@@ -29,15 +29,10 @@ _log = logging.getLogger("purestep")
 
 
 T = TypeVar("T")
-S = TypeVar("S")
-
-
-class _Call(NamedTuple):
-    """One process's call of `save`, for the others."""
-
-    step: int
-    leaves: int  # digest of paths, shapes, dtypes and the number of parts
-    token: str
+_SAME = (
+    "build the same program in every process, and call save(int(state.step), state) in each after the same call of the "
+    "step"
+)
 
 
 class _Plan(NamedTuple):
@@ -66,7 +61,8 @@ class Snapshots:
 
     The first save, or the first restore of a leaf above 1 MB, imports orbax and JAX. They add a handler to the root
     logger (call `logging.basicConfig` before) and start threads. JAX's warning at later forks of workers, which never
-    use it, is filtered out, unless your program imports JAX itself, before.
+    use it, is filtered out, unless your program imports JAX itself, before. JAX is kept off the GPU's memory, unless it
+    runs already or its platforms are set (``JAX_PLATFORMS``, or ``jax_platforms`` of ``jax.config``).
 
     Args:
         directory: the directory. `open` creates it: on entering ``with``, in `fit`, or at the first save.
@@ -80,8 +76,6 @@ class Snapshots:
         writer: False: the object only reads, and `save` raises.
         strict: True: `restore` raises instead of falling back to an older step.
         on_save_error: ``"raise"``, or ``"continue"``: log a failed save and count it in ``failed``.
-        jax_platforms: the platforms for JAX, which orbax uses. The default keeps it off the GPU's memory. None leaves
-            JAX unchanged, for programs that use JAX on the GPU.
 
     Raises:
         ConfigError: a value is out of its range, the directory is empty text or a URL, or its path has a backslash or,
@@ -111,7 +105,6 @@ class Snapshots:
         writer: bool = True,
         strict: bool = False,
         on_save_error: str = "raise",
-        jax_platforms: str | None = "cpu",
     ) -> None:
         if keep is not None:
             check_count("Snapshots", least=1, cure="keep=1, or keep=None for all", keep=keep)
@@ -128,15 +121,12 @@ class Snapshots:
         self._every = intervals.checked(every_steps, every_epochs, every_seconds)
         self._monitor: tuple[str, str] | None = None
         self._is_writer = writer
-        self._platforms = jax_platforms
         self._lock = DirectoryLock(self.directory)
         self._background = Background()
         self._paths = tree.Paths()
         self._buffers: staging.Buffers = {}  # of the last save; the next one reuses them
         self._restored: int | None = None  # the step that was restored since the last save
-        self._opened_by = (0, 1)  # rank and number of processes
-        self._sees_locks = True  # of the other processes
-        self._token = ""  # of the last save
+        self._channel: processes.Channel | None = None  # to the writers of the other processes, while it is open
         self._closed = False
         self._pid = os.getpid()
         self._last = intervals.Mark(0, 0, time.monotonic())  # `due` counts from it
@@ -165,42 +155,33 @@ class Snapshots:
         if not self._is_writer:
             raise SnapshotError("the Snapshots was opened to read", where=str(self.directory), hint="pass writer=True")
         here = meshes.here()
-        if not self._lock.held:
-            self._acquire(here)
-        elif (here.rank, here.size) != self._opened_by:
+        if self._channel is None:
+            self._acquire()
+        elif (here.rank, here.size) != (self._channel.rank, self._channel.size):
             raise RankError(
-                f"the Snapshots was opened by {self._opened_by[1]} processes, and now there are {here.size}",
+                f"the Snapshots was opened by {self._channel.size} processes, and now there are {here.size}",
                 where=str(self.directory),
                 hint="create, use and close a Snapshots inside one `with ps.parallel.start(...)`",
             )
 
-    def _acquire(self, here: meshes.Mesh) -> None:
-        lock = self._lock = DirectoryLock(self.directory, _lock_name(here.rank))
-        try:
-            processes.first(lock.acquire)
-            paths = processes.together(lambda: (lock.acquire(), str(self.directory))[1])
-            if any(path != paths[0] for path in paths):
-                raise RankError(
-                    f"the processes have the directories {', '.join(dict.fromkeys(paths))}",
-                    where="Snapshots",
-                    hint="pass the same directory in every process, on a shared disk",
-                )
-            others = [0] if here.rank else range(1, here.size)
-            self._sees_locks = all(is_locked(self.directory / _lock_name(rank)) for rank in others)
-            processes.first(lambda: self._clean(here.size))
-            self._opened_by = here.rank, here.size
-        except BaseException:
-            lock.release()
-            raise
+    def _acquire(self) -> None:
+        def lock() -> None:
+            self._lock.acquire()
+            directory.sweep(self.directory)
 
-    def _clean(self, count: int) -> None:
-        """Remove leftovers of killed runs, of which no process may run any more."""
-        for name in directory.locks(self.directory):
-            if name not in map(_lock_name, range(count)) and is_locked(self.directory / name):
-                hint = "end the processes of that run, or use another directory"
-                raise Locked("a process of another run writes here", where=str(self.directory / name), hint=hint)
-        directory.probe(self.directory)
-        directory.sweep(self.directory)
+        paths = processes.gathered(str(self.directory))
+        if any(path != paths[0] for path in paths):
+            raise RankError(
+                f"the processes have the directories {', '.join(dict.fromkeys(paths))}",
+                where="Snapshots",
+                hint="pass the same directory in every process, on a shared disk",
+            )
+        try:
+            processes.first(lock)
+            self._channel = processes.Channel()
+        except BaseException:
+            self._lock.release()
+            raise
 
     def wait(self) -> None:
         """Wait until the last save is on the disk.
@@ -242,6 +223,8 @@ class Snapshots:
             self._buffers = {}
             if not self._background.busy:  # else Ctrl-C interrupted the wait; the end of the script waits
                 self._lock.release()
+                if self._channel is not None:
+                    self._channel.close()
 
     def __enter__(self) -> Snapshots:
         if self._is_writer:
@@ -312,7 +295,7 @@ class Snapshots:
 
         Checks manifests and file sizes; only `restore` checks all values. A running save is not included.
         """
-        return [entry.step for entry in directory.entries(self.directory)]
+        return [manifest.step for manifest in directory.intact(self.directory)]
 
     def latest(self) -> int | None:
         """The newest of `steps`, or None.
@@ -327,7 +310,7 @@ class Snapshots:
         If this object has no monitor, the monitor of the newest step is used. NaN is never best. Of equal values the
         oldest step is best.
         """
-        found = directory.entries(self.directory)
+        found = directory.intact(self.directory)
         monitor = self._monitor or (found[-1].monitor if found else None)
         ranked = directory.best(found, *monitor) if monitor else []
         return ranked[0] if ranked else None
@@ -417,12 +400,10 @@ class Snapshots:
         """
         self.open()
         self._last, self._asked = self._asked or self._last, None  # also for a save that fails
-        groups, here = meshes.current(), meshes.here()
-        # Another process may not have seen the end of the previous save yet: each save has its own names. They are
-        # random, so that nobody can put links there before.
-        token = secrets.token_hex(8)
+        here = meshes.here()
+        assert self._channel is not None
 
-        def check() -> tuple[_Plan, _Call]:
+        def plan() -> _Plan:
             number = directory.checked_step(self.directory, step)
             paths, leaves = self._paths(state)
             kinds, spread = staging.kinds(zip(paths, leaves, strict=True)), parts.spread(state)
@@ -442,33 +423,19 @@ class Snapshots:
             self._background.join()
             if here.rank == 0:
                 directory.check_order(self.directory, number, restored=self._restored, overwrite=overwrite)
-            if here.rank == 0 and here.size > 1:
-                writer.prepare(writer.staging_path(self.directory, number, token), spread.parts)
-            plan = _Plan(manifest, dict(zip(paths, leaves, strict=True)), kinds, spread)
-            return plan, _Call(number, _fingerprint(kinds, spread) if here.size > 1 else 0, token)
+            return _Plan(manifest, dict(zip(paths, leaves, strict=True)), kinds, spread)
 
         try:
-            (manifest, leaves, kinds, spread), calls = _agreed(check)
-            _compare(calls, where=str(self.directory))
-        except Exception as error:
-            self._clear(token)
-            if isinstance(error, WriteFailed):
-                return self._report(error)
-            raise
-        self._clear(self._token)
-        self._token = token
-        failure: Exception | None = None
-        try:
-            self._copy(manifest.step, parts.completed(leaves, spread), spread)
-            if self._buffers:
-                orbax_io.ready(self._platforms)
-        except Exception as error:
-            self._buffers = {}
-            if here.size == 1 and isinstance(error, WriteFailed):
-                return self._report(error)
-            if here.size == 1:
-                raise
-            failure = error  # the others, which wait for this process's part, learn it from the writer's thread
+            manifest, leaves, kinds, spread = _together(plan)
+            if here.size > 1:
+                described = [(path, leaf.text()) for path, leaf in parts.described(kinds, spread).items()]
+                found = zlib.crc32(repr((described, spread.parts, spread.sums)).encode())
+                facts = {"the step": manifest.step, "the checksum of the leaves' names and shapes": found}
+                processes.check_same(facts, where=str(self.directory), hint=_SAME)
+            leaves = parts.completed(leaves, spread)
+            _together(lambda: self._copy(manifest.step, leaves, spread))
+        except WriteFailed as error:
+            return self._report(error)
         before = self._background.take_error()  # of the previous save: all processes have the same
         job = writer.Job(
             root=self.directory,
@@ -479,25 +446,17 @@ class Snapshots:
             overwrite=overwrite,
             keep=self.keep,
             keep_best=self.keep_best,
-            platforms=self._platforms,
             spread=spread,
-            team=writer.Team(
-                here.rank, here.size, calls[0].token, 0.0 if groups is None else groups.timeout, self._is_alive
-            ),
-            failure=failure,
+            channel=self._channel,
+            # Random, so that nobody can put a link there before.
+            token=processes.first(lambda: secrets.token_hex(8)),
         )
         self._restored = None
         self._background.start(lambda: writer.run(job), holding=self._lock)
         self._report(before)
 
-    def _clear(self, token: str) -> None:
-        """Delete the reports of a save that no process waits for."""
-        here = meshes.here()
-        if here.rank == 0 and here.size > 1 and token:
-            writer.clear(self.directory, token)
-
     def _copy(self, step: int, leaves: Mapping[str, Any], spread: parts.Spread) -> None:
-        """Copy the values that this process stores, into the memory of the last copy where it fits.
+        """Copy the values that this process stores, into the memory of the last copy where it fits; import orbax.
 
         Raises:
             WriteFailed: there is no memory for the copy.
@@ -506,15 +465,13 @@ class Snapshots:
         try:
             failpoint("snapshot.copy")
             self._buffers = staging.stage(parts.own(leaves, spread), spare)
+            if self._buffers:
+                orbax_io.ready()
         except (MemoryError, RuntimeError) as error:
             failed = _no_memory(error, step, self.directory)
             if failed is None:
                 raise
             raise failed from error
-
-    def _is_alive(self, rank: int) -> bool:
-        """False if that process has ended, or has closed its object; True if the disk has no locks."""
-        return not self._sees_locks or is_locked(self.directory / _lock_name(rank))
 
     # --- restore --------------------------------------------------------------------------------------------------
 
@@ -539,6 +496,8 @@ class Snapshots:
         self._background.join()
         prefixes = None if only is None else {only} if isinstance(only, str) else set(only)
         if step is not None:
+            hint = "pass the same step in every process"
+            processes.check_same({"the step to restore": step}, where=str(self.directory), hint=hint)
             processes.first(lambda: self._check_exists(step))
             found = self._read_together(template, step, prefixes)
         else:
@@ -553,30 +512,16 @@ class Snapshots:
 
     def _read_together(self, template: Tree, step: int, prefixes: set[str] | None) -> Snapshot:
         """Read a step in every process, or raise one error in all: a step is intact if every process can read it."""
-        found, steps = _agreed(
-            lambda: (self._read(template, step, prefixes, quiet=meshes.here().rank > 0), step), mild=Corrupt
-        )
-        if any(other != steps[0] for other in steps):
-            listed = ", ".join(map(str, dict.fromkeys(steps)))
-            hint = "pass the same step in every process"
-            raise RankError(f"the processes restore the steps {listed}", where=str(self.directory), hint=hint)
-        return found
+        return _together(lambda: self._read(template, step, prefixes), mild=Corrupt)
 
-    def _read(self, template: Tree, step: int, prefixes: set[str] | None, *, quiet: bool) -> Snapshot:
+    def _read(self, template: Tree, step: int, prefixes: set[str] | None) -> Snapshot:
         folder = directory.place(self.directory, step)
         try:
-            return reader.read(
-                folder,
-                template,
-                prefixes,
-                platforms=self._platforms,
-                warn=self._is_writer,
-                quiet=quiet,
-            )
+            return reader.read(folder, template, prefixes, warn=self._is_writer)
         except Corrupt:
             if folder.exists() or not directory.place(self.directory, step).exists():
                 raise
-        return self._read(template, step, prefixes, quiet=quiet)  # its writer has moved it in the meantime
+        return self._read(template, step, prefixes)  # its writer has moved it in the meantime
 
     def _newest_good(self, template: Tree, prefixes: set[str] | None) -> Snapshot:
         damaged: dict[int, Corrupt] = {}
@@ -588,10 +533,8 @@ class Snapshots:
             try:
                 found = self._read_together(template, step, prefixes)
             except Corrupt as error:
-                if not processes.first(
-                    lambda step=step: directory.place(self.directory, step).exists()
-                ):  # its writer has deleted it in the meantime
-                    continue
+                if not processes.first(lambda step=step: directory.place(self.directory, step).exists()):
+                    continue  # its writer has deleted it in the meantime
                 if self.strict:
                     raise
                 damaged[step] = error
@@ -607,19 +550,11 @@ class Snapshots:
         processes.first(lambda: directory.pass_over(self.directory, damaged, used, rename=is_writer))
 
 
-def _agreed(
-    function: Callable[[], tuple[T, S]], *, mild: type[Exception] | tuple[type[Exception], ...] = ()
-) -> tuple[T, list[S]]:
-    """`processes.together` of a function of two values: the first one of this process, and the second ones of all."""
+def _together(function: Callable[[], T], *, mild: type[Exception] | tuple[type[Exception], ...] = ()) -> T:
+    """Call the function in every process, and return the value of this one, or raise one error in all processes."""
     own: list[T] = []
-
-    def call() -> S:
-        first, second = function()
-        own.append(first)
-        return second
-
-    found = processes.together(call, mild=mild)
-    return own[0], found
+    processes.together(lambda: own.append(function()), mild=mild)
+    return own[0]
 
 
 def _no_memory(error: Exception, step: int, where: Path) -> WriteFailed | None:
@@ -640,31 +575,4 @@ def _check_name(directory: Path, *, writer: bool) -> None:
                 f"orbax cannot use a directory with {character!r} in its path",
                 where=path,
                 hint="pass another directory, or rename this one",
-            )
-
-
-def _lock_name(rank: int) -> str:
-    return f".lock-{rank}" if rank else ".lock"
-
-
-def _fingerprint(kinds: Mapping[str, staging.Kind], spread: parts.Spread) -> int:
-    """A digest of the facts that must be equal in all processes."""
-    leaves = [(path, leaf.dtype, leaf.shape) for path, leaf in parts.described(kinds, spread).items()]
-    return zlib.crc32(repr((leaves, spread.parts, spread.sums)).encode())
-
-
-def _compare(calls: list[_Call], *, where: str) -> None:
-    """Raise RankError if the processes save different steps or states."""
-    for rank, call in enumerate(calls):
-        if call.step != calls[0].step:
-            raise RankError(
-                f"process 0 saves step {calls[0].step}, process {rank} step {call.step}",
-                where=where,
-                hint="call save(int(state.step), state) in every process after the same call of the step",
-            )
-        if call.leaves != calls[0].leaves:
-            raise RankError(
-                f"processes 0 and {rank} save states of different leaves at step {call.step}",
-                where=where,
-                hint="build the same program in every process, and save the state of its steps",
             )

@@ -76,7 +76,7 @@ def verify(root: Path, step: int) -> str | None:
             manifests.check_files(folder, read, part)
             reader.check_shapes(folder, read, part)
             if read.format < manifests.FORMAT:  # its checksums are those of values
-                reader.load(folder, read, part, read.stored(part).keys(), platforms="cpu")
+                reader.load(folder, read, part, read.stored(part).keys())
         manifests.read_history(folder, read)
     except (SnapshotError, OSError) as error:
         return None if _is_gone(root, step) else _line(error)

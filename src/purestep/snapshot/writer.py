@@ -17,28 +17,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import Corrupt, WriteFailed
+from ..errors import Corrupt, RankError, WriteFailed
 from ..files import failpoint, remove_tree, sync_directory, sync_tree, write_failed
+from ..parallel import processes
 from . import directory, history, orbax_io, parts
 from . import manifest as manifests
 from . import staging as staging_
 from .manifest import File, Manifest
-from .parts import PartReport, Spread
+from .parts import Spread
 
 _log = logging.getLogger("purestep")
 _CLEARINGS = 10
 """Looks at what a failed save has left, each followed by a pause."""
 _PAUSE = 0.02  # seconds
-
-
-class Team(NamedTuple):
-    """The processes that write one snapshot. Equal in all of them, but for ``rank``."""
-
-    rank: int = 0
-    size: int = 1
-    token: str = ""  # of this save, in the staging directory's name
-    timeout: float = 600.0  # seconds
-    is_alive: Callable[[int], bool] = lambda rank: True
 
 
 class Job(NamedTuple):
@@ -52,51 +43,19 @@ class Job(NamedTuple):
     overwrite: bool
     keep: int | None
     keep_best: int
-    platforms: str | None
     spread: Spread
-    team: Team
-    failure: Exception | None = None  # there is no copy to write
+    channel: processes.Channel  # to the same thread of the other processes
+    token: str  # of this save, equal in all processes
 
     @property
     def staging(self) -> Path:
         """The directory that gets the step's name in the end."""
-        return staging_path(self.root, self.manifest.step, self.team.token)
-
-    def report(self, part: int) -> PartReport:
-        """The report of a part to the first process; of part 0: of the whole step, to the others."""
-        return _report(self.staging, part)
+        return staging_path(self.root, self.manifest.step, self.token)
 
 
 def staging_path(root: Path, step: int, token: str) -> Path:
     """The name of a step while it is written."""
     return root / f".tmp-{step}-{token}"
-
-
-def _report(staging: Path, part: int) -> PartReport:
-    return PartReport(Path(f"{staging}.part-{part}" if part else f"{staging}.step"))
-
-
-def prepare(staging: Path, count: int) -> None:
-    """Open the reports of a step, and create its directory if it has several parts. The first process calls it.
-
-    Raises:
-        WriteFailed: the directory cannot be written to.
-    """
-    try:
-        if count > 1:
-            staging.mkdir()
-        for part in range(count):
-            _report(staging, part).open()
-    except OSError as error:
-        raise write_failed(staging.parent, error) from error
-
-
-def clear(root: Path, token: str) -> None:
-    """Delete what `prepare` has created for a save. Every other process must have ended its wait for the reports."""
-    with suppress(OSError):
-        for pattern in (f".tmp-*-{token}", f".tmp-*-{token}.*"):
-            for path in root.glob(pattern):
-                remove_tree(path)
 
 
 def run(job: Job) -> None:
@@ -107,64 +66,32 @@ def run(job: Job) -> None:
     Raises:
         WriteFailed: the save failed, here or in another process; the message names the step. Earlier steps are intact.
     """
-    if job.team.rank:
+    if job.channel.rank:
         return _help(job)
-    step, staging = job.manifest.step, job.staging
+    waiting = list(range(1, job.channel.size))  # for the files of their parts
     try:
         files = _write_part(job, 0)
         failpoint("snapshot.part")
-        for part in range(1, job.spread.parts):
-            files |= {name: File(*file) for name, file in _reported(job, part).items()}
+        while waiting:
+            files |= _files_of(job, waiting.pop(0))
         failpoint("snapshot.manifest")
         leaves = parts.described(job.kinds, job.spread)
-        manifests.write(staging, job.manifest.model_copy(update={"leaves": leaves, "files": files}))
+        manifests.write(job.staging, job.manifest.model_copy(update={"leaves": leaves, "files": files}))
         failpoint("snapshot.sync")
-        sync_tree(staging)
+        sync_tree(job.staging)
         failpoint("snapshot.verify")
         _read_back(job, 0, files)
-        _commit(job, staging)
+        _commit(job, job.staging)
         _retire(job)
-        _end(job)
     except Exception as error:
-        named = _failed(job, error, f"step {step}")
-        if job.team.size > 1:
-            job.report(0).fail(named)  # another failed disk must not keep the others waiting
-            _wait_for_others(job)
-        _clear(job.root, step, staging)
+        named = _failed(job, error, f"step {job.manifest.step}")
+        for rank in waiting:  # they still write
+            with suppress(Exception):
+                _files_of(job, rank)
+        _clear(job.root, job.manifest.step, job.staging)
+        _answer(job, named)
         raise named from error
-
-
-def _failed(job: Job, error: Exception, who: str) -> WriteFailed:
-    """The error of this save, which names a step or a process."""
-    if isinstance(error, WriteFailed):
-        failed = error
-    else:
-        size = sum(buffer.numel() * buffer.itemsize for buffer in job.buffers.values())
-        failed = write_failed(job.root / str(job.manifest.step), error, size=size)
-    named = WriteFailed(f"{who}: {failed.what}", where=failed.where, hint=failed.hint)
-    named.errno = failed.errno
-    return named
-
-
-def _end(job: Job) -> None:
-    """Report that the step is committed."""
-    if job.team.size > 1:
-        for part in range(1, job.spread.parts):
-            job.report(part).remove()
-        job.report(0).done()
-
-
-def _wait_for_others(job: Job) -> None:
-    """Wait until no other process writes into the staging directory, and delete their reports."""
-    for part in range(1, job.spread.parts):
-        with suppress(Exception):
-            _reported(job, part)
-        with suppress(OSError):
-            job.report(part).remove()
-
-
-def _reported(job: Job, part: int) -> dict[str, Any]:
-    return job.report(part).wait(rank=part, alive=lambda: job.team.is_alive(part), timeout=job.team.timeout)
+    _answer(job, None)
 
 
 def _help(job: Job) -> None:
@@ -173,43 +100,85 @@ def _help(job: Job) -> None:
     Raises:
         WriteFailed: the save failed, here or in another process.
     """
-    part, team = job.spread.part, job.team
-    if part is not None:
-        report = job.report(part)
-        try:
+    part, files, failure = job.spread.part, dict[str, File](), None
+    try:
+        if part is not None:
             files = _write_part(job, part)
             failpoint("snapshot.sync")
             sync_tree(parts.folder(job.staging, job.spread.parts, part))
             failpoint("snapshot.verify")
             _read_back(job, part, files)
             failpoint("snapshot.part")
-            report.done(files)
-        except Exception as error:
-            with suppress(OSError):
-                remove_tree(parts.folder(job.staging, job.spread.parts, part))
-            report.fail(_failed(job, error, f"process {team.rank}"))
-    # The first process waits for other parts and commits; it has its own limits for both.
-    job.report(0).wait(rank=0, alive=lambda: team.is_alive(0), timeout=3 * team.timeout)
+    except Exception as error:
+        failure = _failed(job, error, f"process {job.channel.rank}")
+    try:
+        job.channel.send([{name: list(file) for name, file in files.items()}, _sent(failure)], 0)
+        sent = job.channel.receive(0)
+    except RankError as error:
+        raise _failed(job, error, f"step {job.manifest.step}") from error
+    if sent is not None:
+        raise _received(sent)
+
+
+def _files_of(job: Job, rank: int) -> dict[str, File]:
+    """The files that another process has written.
+
+    Raises:
+        WriteFailed: it could not write them.
+        RankError: it has ended, or did not answer in time.
+    """
+    files, failure = job.channel.receive(rank)
+    if failure is not None:
+        raise _received(failure)
+    return {name: File(*file) for name, file in files.items()}
+
+
+def _answer(job: Job, failure: WriteFailed | None) -> None:
+    """Tell the other processes how the save has ended."""
+    for rank in range(1, job.channel.size):
+        with suppress(RankError):
+            job.channel.send(_sent(failure), rank)
+
+
+def _sent(failure: WriteFailed | None) -> list[Any] | None:
+    return None if failure is None else [failure.what, failure.where, failure.hint, failure.errno]
+
+
+def _received(sent: list[Any]) -> WriteFailed:
+    what, where, hint, number = sent
+    failed = WriteFailed(what, where=where, hint=hint)
+    failed.errno = number
+    return failed
+
+
+def _failed(job: Job, error: Exception, who: str) -> WriteFailed:
+    """The error of this save, which names a step or a process."""
+    if isinstance(error, WriteFailed | RankError):
+        failed = error
+    else:
+        size = sum(buffer.numel() * buffer.itemsize for buffer in job.buffers.values())
+        failed = write_failed(job.root / str(job.manifest.step), error, size=size)
+    return _received([f"{who}: {failed.what}", failed.where, failed.hint, getattr(failed, "errno", None)])
 
 
 def _write_part(job: Job, part: int) -> dict[str, File]:
     """Write the values that this process holds, and in the first one the history; returns the files."""
-    if job.failure is not None:
-        raise job.failure
     failpoint("snapshot.stage")
     count = job.spread.parts
     folder = parts.folder(job.staging, count, part)
-    if count == 1:
+    if count > 1:
+        job.staging.mkdir(exist_ok=True)
+    else:
         remove_tree(folder)
     arrays = {path: (staging_.NAMES[x.dtype], staging_.array(x)) for path, x in job.buffers.items()}
     if arrays:
         try:
-            orbax_io.write(folder, arrays, platforms=job.platforms)
+            orbax_io.write(folder, arrays)
         except FileNotFoundError:
             # On a busy machine orbax (0.12.8) may find its new directory there already, remove it, and then miss it. If
             # it is the run's directory that is gone, this fails again.
             _remove_written(folder)
-            orbax_io.write(folder, arrays, platforms=job.platforms)
+            orbax_io.write(folder, arrays)
     folder.mkdir(parents=True, exist_ok=True)
     if part == 0 and job.history is not None:
         history.write(folder, job.history)
@@ -274,13 +243,13 @@ def _delete(job: Job) -> None:
     remove_tree(directory.replaced(job.root, job.manifest.step))
     if job.keep is None:
         return
-    found = directory.entries(job.root)
-    kept = {entry.step for entry in found[-job.keep :]} | {job.manifest.step}
+    found = directory.intact(job.root)
+    kept = {manifest.step for manifest in found[-job.keep :]} | {job.manifest.step}
     if job.manifest.monitor is not None and job.keep_best:
         kept |= set(directory.best(found, *job.manifest.monitor, count=job.keep_best))
-    for entry in found:
-        if entry.step not in kept:
-            directory.retire(job.root, entry.step)
+    for manifest in found:
+        if manifest.step not in kept:
+            directory.retire(job.root, manifest.step)
 
 
 class Background:

@@ -23,8 +23,6 @@ from .stacked import stack as stack
 from .validation import check_callable as check_callable
 from .validation import check_choice as check_choice
 from .validation import check_count as check_count
-from .validation import check_finite as check_finite
-from .validation import check_positive as check_positive
 from .validation import check_range as check_range
 from .validation import is_count as is_count
 from .validation import is_number as is_number

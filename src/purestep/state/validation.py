@@ -84,29 +84,6 @@ def check_count(where: str, *, least: int, cure: str = "", **counts: Any) -> Non
             )
 
 
-def check_finite(where: str, **numbers: Any) -> None:
-    """Check that each value is a finite int or float.
-
-    Raises:
-        ConfigError: a value is not; the message has its name.
-    """
-    for name, value in numbers.items():
-        if not is_number(value) or not math.isfinite(value):
-            raise ConfigError(f"{name}={value!r} must be a finite number", where=where, hint=f"{name}=1e-3")
-
-
-def check_positive(where: str, **numbers: Any) -> None:
-    """Check that each value is a finite number > 0.
-
-    Raises:
-        ConfigError: a value is not; the message has its name.
-    """
-    check_finite(where, **numbers)
-    for name, value in numbers.items():
-        if value <= 0:
-            raise ConfigError(f"{name}={value!r} must be greater than 0", where=where, hint=f"{name}=0.1")
-
-
 def check_range(
     where: str, low: float, high: float = math.inf, /, *, ends: str = "[)", cure: str = "", **numbers: Any
 ) -> None:
@@ -117,7 +94,7 @@ def check_range(
         low: the lower bound.
         high: the upper bound.
         ends: a bracket for each bound: a bound with a square bracket is a valid value itself.
-        cure: the cure; empty: a value within the bounds.
+        cure: the cure; empty: the caller's own number, if its text or its sign was wrong, else the bounds.
         numbers: the values by the names of the arguments.
 
     Raises:
@@ -128,21 +105,30 @@ def check_range(
         Traceback (most recent call last):
         purestep.errors.ConfigError: adamw: b1=1.5 must be in [0, 1) (cure: 0.9 is the default)
     """
-    for name, value in numbers.items():
+
+    def fits(value: Any) -> bool:
         above = is_number(value) and -math.inf < value < math.inf and (value > low or (ends[0] == "[" and value == low))
-        if above and (value < high or (ends[1] == "]" and value == high)):
+        return above and (value < high or (ends[1] == "]" and value == high))
+
+    for name, value in numbers.items():
+        if fits(value):
             continue
         bounds = f"in {ends[0]}{low:g}, {high:g}{ends[1]}"
         if math.isinf(high):
             least = f" {'of at least' if ends[0] == '[' else 'greater than'} {low:g}"
             bounds = f"a finite number{'' if math.isinf(low) else least}"
         problem = f"must be {bounds}" if is_number(value) else f"is a {type(value).__name__}, not a number"
-        raise ConfigError(f"{name}={value!r} {problem}", where=where, hint=cure or f"{name}={_inside(low, high)}")
+        meant = _meant(value)
+        own = f"{name}={meant}" if fits(meant) else f"pass {'a number ' if bounds.startswith('in ') else ''}{bounds}"
+        raise ConfigError(f"{name}={value!r} {problem}", where=where, hint=cure or own)
 
 
-def _inside(low: float, high: float) -> float:
-    """A usual number between two bounds."""
-    return max(low, 1.0) if math.isinf(high) else (low + high) / 2
+def _meant(value: Any) -> Any:
+    """The number that a text spells, or a negative number without its sign; None for any other value."""
+    try:
+        return float(value) if isinstance(value, str) else -value if is_number(value) and value < 0 else None
+    except ValueError:
+        return None
 
 
 def check_choice(where: str, options: Iterable[Any], *, also: str = "", **values: Any) -> None:
@@ -183,7 +169,7 @@ def check_callable(where: str, cure: str, **functions: Any) -> None:
             raise ConfigError(f"{name}={value!r} must be a function", where=where, hint=cure)
 
 
-def listed(where: str, cure: str, **series: Any) -> list[Any]:
+def listed(where: str, **series: Any) -> list[Any]:
     """Convert the one keyword argument, any iterable except text, to a list.
 
     Raises:
@@ -195,7 +181,8 @@ def listed(where: str, cure: str, **series: Any) -> list[Any]:
             return list(cast("list[Any]", value))
         except TypeError:  # a number, a function, a tensor without dimensions
             pass
-    raise ConfigError(f"{name}={value!r} must be a list", where=where, hint=cure)
+    hint = f"{name}=[{value!r}]" if is_number(value) else "pass a list"
+    raise ConfigError(f"{name}={value!r} must be a list", where=where, hint=hint)
 
 
 def usable_device(name: str | torch.device) -> torch.device:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,11 +32,11 @@ def _forward(
     rows: Batch,
     counts: Tensor | None,
     context: tuple[Any, ...],
-    weigh: Callable[[Tensor], Tensor] | None,
+    weigh: Callable[[Tensor], Tensor | None] | None,
     exchange: Exchange | None,
 ) -> Forward:
     """Build the function to be differentiated. If ``weigh`` is not None, it takes the weight of the loss, and returns
-    the factor by which the loss is then multiplied."""
+    the factor by which the loss is then multiplied, or None."""
     device = state.step.device
     scale = spec.scaler.scale(state.scaler)
 
@@ -52,7 +52,9 @@ def _forward(
         scaled = loss.mean if scale is None else loss.mean * scale
         if weigh is not None:
             weight = loss.weight.detach()
-            scaled = torch.where(weight > 0, scaled * weigh(weight).to(scaled.dtype), torch.zeros_like(scaled))
+            factor = weigh(weight)
+            if factor is not None:
+                scaled = torch.where(weight > 0, scaled * factor.to(scaled.dtype), torch.zeros_like(scaled))
         return scaled, (tree.detach(loss), bound.buffers)
 
     return forward
@@ -285,12 +287,14 @@ def _micro(spec: Spec, form: Form, state: TrainState, batch: Batch, context: tup
     """Run one forward and backward pass."""
     rows, counts = rows_of(batch)
     exchange = form.exchange
-    is_seeded = exchange is not None and exchange.seeded
     divisor: Tensor | None = None  # of the weights, by which losses are multiplied
 
-    def weigh(weight: Tensor) -> Tensor:
+    def weigh(weight: Tensor) -> Tensor | None:
         nonlocal divisor
-        cast(Any, call).weight = weight
+        if call.mixes or call.is_checked:
+            call.end_forward(weight)
+        if not call.mixes:
+            return None
         if exchange is None or isinstance(state.scaler, Empty):
             return weight
         # Gradients in float16 would overflow: a weight counts rows, or tokens.
@@ -298,13 +302,15 @@ def _micro(spec: Spec, form: Form, state: TrainState, batch: Batch, context: tup
         divisor = torch.where(total > 0, total, torch.ones_like(total))
         return weight / divisor
 
+    call: Any
     with nullcontext() if exchange is None else exchange.call(counts) as call:
         values = spec.values_at(state)
-        forward = _forward(spec, state, values, rows, counts, context, weigh if is_seeded else None, exchange)
+        forward = _forward(spec, state, values, rows, counts, context, None if exchange is None else weigh, exchange)
         grads, (loss, buffers), unreached = _value_and_grad(
             spec, forward, state, form.expand(state.params), form, (context, *values.values()), rows
         )
-    if is_seeded:
+    is_weighted = exchange is not None and call.mixes
+    if is_weighted:
         for name in grads:  # one by one, in place: the memory of one more gradient, not of all
             grads[name] = _own(grads[name], loss.weight)
     write_check.check_sizes(state.buffers, buffers)
@@ -319,9 +325,12 @@ def _micro(spec: Spec, form: Form, state: TrainState, batch: Batch, context: tup
             )
         metrics[name] = Mean(value, torch.ones_like(value))
     grad_weight = loss.weight
-    if is_seeded:
+    if is_weighted:
         grad_weight = torch.ones_like(loss.weight) if divisor is None else divisor
-    return Micro(form.collect(grads), loss.mean, loss.weight, buffers, metrics, unreached, grad_weight, loss.outputs)
+    grads = form.collect(grads)
+    return Micro(
+        grads, loss.mean, loss.weight, buffers, metrics, unreached, grad_weight, loss.outputs, is_weighted=is_weighted
+    )
 
 
 def _own(grad: Tensor, weight: Tensor) -> Tensor:
@@ -349,7 +358,7 @@ def gradients(spec: Spec, form: Form, state: TrainState, batch: Batch, context: 
         total = summed if total is None else _add(total, summed)
     assert total is not None
     total = total._replace(outputs=_joined_outputs(handed_out))
-    if form.exchange is not None and form.exchange.seeded:  # sums stay sums
+    if total.is_weighted:  # sums stay sums
         one = torch.ones_like(total.weight)
         mean = total.mean / torch.where(total.weight > 0, total.weight, one)
         return total._replace(mean=mean, grad_weight=one)
@@ -414,4 +423,5 @@ def _add(left: Micro, right: Micro) -> Micro:
     grads = {name: grad + right.grads[name] for name, grad in left.grads.items()}
     unreached = left.unreached & right.unreached
     weight = left.weight + right.weight
-    return Micro(grads, left.mean + right.mean, weight, right.buffers, metrics, unreached, weight)
+    mean = left.mean + right.mean
+    return Micro(grads, mean, weight, right.buffers, metrics, unreached, weight, is_weighted=right.is_weighted)

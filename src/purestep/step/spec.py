@@ -62,6 +62,7 @@ class Micro(NamedTuple):
     unreached: frozenset[str]  # named: parameters that the loss does not reach
     grad_weight: Tensor  # shape=(): the factor by which gradients of several micro-batches are summed
     outputs: Mapping[str, Any] = MappingProxyType({})  # `Loss.outputs`
+    is_weighted: bool = False  # gradients are multiplied by the weight already
 
 
 class Reach:

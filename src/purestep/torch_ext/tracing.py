@@ -97,6 +97,20 @@ def constant_in_graph(function: Callable[_P, _T]) -> Callable[_P, _T]:
     return function
 
 
+def break_in_graph(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """As `torch.compiler.disable`, without loading Dynamo: a user's `torch.compile` runs the function between graphs.
+
+    Example:
+        >>> @break_in_graph
+        ... def doubled(x: int) -> int:
+        ...     return 2 * x
+        >>> doubled(3)
+        6
+    """
+    function._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
+    return function
+
+
 def in_rehearsal() -> bool:
     """True while a graph runs on copies, to learn whether it runs. Collectives do not communicate then: the other
     processes make no such call.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
+import itertools
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 import purestep as ps
 from purestep import optim, tree
 from purestep.optim import fused
-from purestep.parallel import collectives
+from purestep.parallel import collectives, passes
 from purestep.parallel import mesh as meshes
 from purestep.step import exchange
 from purestep.types import Share
@@ -176,6 +177,107 @@ def counting(tx: str = "adamw", **options: Any) -> ps.Program:
     )
 
 
+def contrastive(tx: str = "adamw", **options: Any) -> ps.Program:
+    """Two views, whose rows are compared with those of all processes, as CLIP does."""
+    del tx
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 9), nn.Tanh(), nn.Linear(9, 5)).double().to(DEVICE)
+
+    def objective(model: Any, batch: Any) -> ps.Loss:
+        a, b = (ps.parallel.gather(nn.functional.normalize(model(view.mean(1)), dim=-1)) for view in batch)
+        logits, places = 5 * a @ b.T, torch.arange(len(a), device=a.device)
+        mean = (nn.functional.cross_entropy(logits, places) + nn.functional.cross_entropy(logits.T, places)) / 2
+        right = ps.metrics.as_mean((logits.argmax(1) == places).double().mean(), len(batch[0]))
+        return ps.Loss(mean, len(batch[0]), {"accuracy": right})
+
+    return ps.program(net, objective, optim.adamw(1e-2), precision="64-true", ema=0.9, **options)
+
+
+def rows_gathered() -> dict[str, Any]:
+    """Rows by `gather` outside of a step and in evaluations, and its errors."""
+    found: dict[str, Any] = {}
+    batch, (sizes, shapes) = vectors()[0], ([1, 3], [(2,), (3,)])
+    wanted = {name: float(mean) for name, mean in contrastive().eval_step(contrastive().init(), batch).items()}
+    with ps.parallel.start(timeout=60) as mesh:
+        rank = mesh.rank
+        found["uneven"] = ps.parallel.gather(torch.full((sizes[rank], 2), float(rank), device=DEVICE)).tolist()
+        found["integers"] = ps.parallel.gather(torch.tensor([rank, 7], device=DEVICE)).tolist()
+        program = ps.distribute(contrastive(), mesh)
+        for kind in ("even", "uneven", "empty"):
+            means = program.eval_step(program.init(), share(batch, mesh, kind))
+            found[f"{kind} shares"] = max(abs(float(means[name]) - value) for name, value in wanted.items())
+        errors: dict[str, Callable[[], Any]] = {
+            "shapes": lambda: ps.parallel.gather(torch.ones(1, *shapes[rank], device=DEVICE)),
+            "number": lambda: ps.parallel.gather(torch.ones((), device=DEVICE)),
+            "compiled": lambda: ps.compile_step(program.train_step, backend="aot_eager")(
+                program.init(), share(batch, mesh, "uneven")
+            ),
+        }
+        for name, call in errors.items():
+            try:
+                found[name] = f"returned {call()}"
+            except ps.errors.PurestepError as error:
+                found[name] = str(error)
+    return found
+
+
+_PASSES = [itertools.count(1)]
+
+
+class Blocks(nn.Module):
+    """Blocks of one shape, of which each pass runs those that ``chosen(rank, number of the pass)`` names."""
+
+    def __init__(self, chosen: Callable[[int, int], list[int]], rank: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.head = nn.Linear(4, 4)
+        self.chosen = chosen
+        self.rank = rank
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in self.chosen(self.rank, next(_PASSES[0])):
+            x = x + self.blocks[number](x)
+        return self.head(x)
+
+
+CHOICES: dict[str, tuple[Callable[[int, int], list[int]], Any]] = {
+    "same": (lambda rank, number: [0, 2], 0),
+    "experts": (lambda rank, number: [1 - rank], "step"),
+    "dropped": (lambda rank, number: [1, 2] if rank == 0 else [0, 1, 2], "step"),
+    "dropped last": (lambda rank, number: [0] if rank == 0 else [0, 1], "step"),
+    "dropped in the second call": (lambda rank, number: [0, 1][: 2 - (rank == 0 and number == 2)], "step"),
+    "dropped all": (lambda rank, number: [] if rank == 0 else [0, 1, 2], "step"),
+    "later": (lambda rank, number: [rank] if number == 7 else [0], None),
+    "dropped in a checked call": (lambda rank, number: [] if rank == 0 and number > 8 else [0], 1),
+}
+"""Blocks of a pass, and the calls: of train_step, or of `fit` with this ``check_every``."""
+
+
+def orders() -> dict[str, str]:
+    """The errors of processes that gather other blocks, or the same ones in another order; "" if there is none."""
+    found: dict[str, str] = {}
+    random = torch.Generator().manual_seed(0)
+    batches = placed([[torch.randn(4, 4, generator=random) for _ in range(2)] for _ in range(12)])
+    with ps.parallel.start(timeout=60, shard=2) as mesh:
+        for name, (chosen, how) in CHOICES.items():
+            torch.manual_seed(0)
+            _PASSES[0] = itertools.count(1)
+            net = Blocks(chosen, mesh.rank).to(DEVICE)
+            program = ps.program(net, ps.supervised(nn.MSELoss()), optim.sgd(0.1))
+            program = ps.distribute(program, mesh, params="shard", units=["blocks.*"])
+            state = program.init()
+            found[name] = ""
+            try:
+                if how == "step":
+                    for batch in batches[:3]:
+                        state, _ = program.train_step(state, ps.parallel.share(batch, mesh))
+                else:
+                    ps.fit(state, batches, program, epochs=1, check_every=how, progress=False, compile=False)
+            except ps.errors.RankError as error:
+                found[name] = str(error)
+    return found
+
+
 def vectors() -> list[Any]:
     random = torch.Generator().manual_seed(4)
     return placed([[torch.randn(6, 4, 8, generator=random, dtype=torch.float64) for _ in range(2)] for _ in range(6)])
@@ -303,6 +405,7 @@ def _unsummed(value: Tensor, axis: str, op: str = "sum") -> Tensor:
 
 
 _ALL_REDUCE = collectives.all_reduce
+_UNMIXED = property(lambda one: False, lambda one, value: None)
 
 FAULTS: dict[str, Callable[[], Any]] = {
     # A process's gradient counts as if its share had one row.
@@ -311,6 +414,8 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "counted": lambda: mock.patch("purestep.step.gradient.counted", lambda loss, counts: loss),
     # Each process clips by the norm of its own pieces.
     "local norm": lambda: mock.patch.object(collectives, "all_reduce", _unsummed),
+    # A loss that reaches other processes' rows counts there by their weight.
+    "unmixed": lambda: mock.patch.object(passes.Pass, "mixes", _UNMIXED, create=True),
     # Nothing is exchanged.
     "alone": lambda: mock.patch("purestep.parallel.placement.all_reduced", lambda values, axis: values),
 }
@@ -330,6 +435,14 @@ def trained(program: ps.Program, shares: list[Any], *, compiled: Any = None) -> 
     return ps.tree.clone(state), seen
 
 
+def _named(name: str) -> Any:
+    """A function of this module or of `situations`, or "module:name"."""
+    module, _, name = name.rpartition(":")
+    return (not module and globals().get(name)) or getattr(
+        importlib.import_module(module or "rigs.parallel.situations"), name
+    )
+
+
 def steps(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Compare runs on this group of processes with runs of one process on the whole batches.
 
@@ -347,9 +460,7 @@ def steps(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
             given["params"] = [tuple(rule) for rule in given["params"]]
         if "tensor" in given:
             given["tensor"] = plan(given["tensor"])
-        module, _, name = given.pop("problem", "problem").rpartition(":")
-        build = getattr(importlib.import_module(module), name) if module else globals()[name]
-        examples = globals()[given.pop("batches", "batches")]()
+        build, examples = _named(given.pop("problem", "problem")), _named(given.pop("batches", "batches"))()
         expected, wanted = trained(build(tx, **options), examples)
         with ps.parallel.start(timeout=90, **sizes) as mesh, contextlib.ExitStack() as stack:
             program = ps.distribute(build(tx, **options), mesh, **given)

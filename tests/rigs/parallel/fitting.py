@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import sys
 import time
@@ -16,7 +17,15 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    random_split,
+)
 
 import purestep as ps
 from purestep import events, optim, tree
@@ -343,6 +352,25 @@ def errors() -> dict[str, str]:
         with noted("order"):
             order = list(range(37)) if rank else list(reversed(range(37)))
             fit(one, loader(shuffle=False, sampler=order))
+        own = range(rank, 36, 2)
+        differing("part", DataLoader(Subset(dataset(), own), 8))
+        generator = torch.Generator().manual_seed(rank)
+        train, val = random_split(dataset(), [30, 7], generator=generator)
+        differing("split", {"train": DataLoader(train, 8, shuffle=True), "val": DataLoader(val, 8)})
+        x, y = (column[list(own)] for column in dataset().tensors)
+        differing("own tensors", DataLoader(TensorDataset(x, y), 8, shuffle=True))
+        differing("own batches", list(zip(x.split(6), y.split(6), strict=True)))
+        differing("own items", DataLoader(Items(list(own)), 8, num_workers=1))
+        differing("own val", {"train": loader(), "val": DataLoader(Items(list(own)), 8)})
+        with noted("own, evaluate"):
+            ps.evaluate(one.init(), DataLoader(Items(list(own)), 8), one.eval_step)
+        differing("augmented", DataLoader(Items(list(range(36)), noise=True), 8, shuffle=True), epochs=1)
+        differing("drawn", DataLoader(Items(list(range(36)), drawn=True), 8), epochs=1)
+        lines = Lines([[3, 4], [1, 2]] if rank else [[1, 2], [3, 4]])
+        with noted("order of a list"):
+            fit(one, list(lines))
+        with noted("order of a stream"):
+            fit(one, ps.parallel.sharded(DataLoader(lines, None), rows=True))
         with noted("ends"):
             rows = DataLoader(Lines([[1, 2], [3, 4]][: 1 + rank]), None)
             fit(one, ps.parallel.sharded(rows, rows=True))
@@ -358,6 +386,23 @@ def errors() -> dict[str, str]:
     with noted("outside of start, full"):
         ps.full(cut)
     return found
+
+
+class Items(Dataset[Any]):
+    """Rows of `dataset`. ``noise``: as augmentations draw it; ``drawn``: by a source that nobody can seed."""
+
+    def __init__(self, rows: list[int], *, noise: bool = False, drawn: bool = False) -> None:
+        self.rows = rows
+        self.noise = noise
+        self.drawn = drawn
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = dataset()[self.rows[index]]
+        x = x + torch.randn(6, dtype=torch.float64) if self.noise else x
+        return x + random.SystemRandom().random() if self.drawn else x, y
 
 
 # --- going on with loaders of one's own -------------------------------------------------------------------------------
