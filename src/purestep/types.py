@@ -307,6 +307,7 @@ class Form(NamedTuple):
     shown: Callable[[Params], Params] = lambda params: params  # expanded -> ``model.params`` of an objective
     # An eager step may write into the memory of parameters, optimizer state and average; it calls this before it does.
     before_write: Callable[[], None] | None = None
+    frozen: Callable[[Params], Params] = lambda frozen: frozen  # ``state.frozen`` -> as the forward pass reads them
 
 
 class Steps(NamedTuple):
@@ -323,7 +324,8 @@ class Made(NamedTuple):
     statistics: Callable[..., Any] | None = None  # (state, view) -> step.Statistics, for `refresh_batchnorm`
     parts: Any = None  # `step.Parts`: the loss as a function of the parameters, for derivatives
     rewritten: Callable[[Callable[[Any], None]], Program] | None = None  # the program with its modules' copies changed
-    init_with: Callable[[Any], Callable[..., Any]] | None = None  # module -> `init` with the weights of that module
+    # (module or None for the program's own, (name, tensor) -> the part that is kept) -> `init` with its weights
+    init_with: Callable[..., Callable[..., Any]] | None = None
 
 
 class Static(NamedTuple):
@@ -376,8 +378,9 @@ class Program(NamedTuple):
         train_step: ``(state, batch, *context) -> (state, metrics)``, where ``metrics["outputs"]`` are `Loss.outputs`.
         flush: ``(state) -> (state, metrics)``: apply an accumulation window that the end of an epoch left open.
         eval_step: ``(state, batch, *context, index=0) -> metrics``; ``index`` numbers the batches.
-        init: ``(seed=0, device=None) -> state`` with the module's current weights, on the module's device unless
-            ``device`` names another. Load pretrained weights into the module before. ``seed`` sets only the key.
+        init: ``(seed=0, device=None, weights=None) -> state`` with the module's current weights, on the module's device
+            unless ``device`` names another. Load pretrained weights into the module before. ``seed`` sets only the key.
+            For a module on the meta device ``weights`` is a function of a name that returns the tensor.
         bind: ``(state, view=None, train=False) -> callable``: the module as a function of its inputs, with the
             weights of a state; ``.call("encode", x)`` of it calls another method. ``view`` is "params" or "ema", by
             default "ema" if the state has an average and ``train`` is False.

@@ -61,10 +61,10 @@ def test_collectives_of_a_step(results: list[dict[str, Any]]) -> None:
     assert replicated["collectives"] == {"all_reduce": 2 * 8}
     # An eager step on a GPU does not read its place in the window: each call reduces, and so does the flush.
     assert windows["collectives"] == {"all_reduce": 8 + 3 if processes.DEVICE == "cpu" else 2 * 8 + 1}
-    # Sharded: parameters, gradients, small sums, and the sums of the norm and of the transform's norm.
+    # Sharded: parameters and frozen ones, gradients, small sums, and the sums of the norm and of the transform's norm.
     gathers = sum(count for name, count in sharded["collectives"].items() if "gather" in name)
     scatters = sum(count for name, count in sharded["collectives"].items() if "scatter" in name)
-    assert (gathers, scatters) == (8, 8)
+    assert (gathers, scatters) == (16, 8)
     assert sharded["collectives"]["all_reduce"] <= 4 * 8
 
 

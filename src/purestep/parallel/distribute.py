@@ -55,17 +55,17 @@ def distribute(
         program: from `program`.
         mesh: from `parallel.start`. On a mesh of one process the program itself is returned.
         params: "replicate": every process holds the whole state, as DistributedDataParallel; "shard": the processes of
-            the axis "shard" hold pieces of parameters, optimizer state, average and window, and gather the parameters
-            for each call (ZeRO-2); on a mesh with ``data`` and ``shard``, the processes of "data" hold equal pieces
-            (HSDP). Or rules ``[(regex, "shard" or "replicate"), ...]`` for the names of parameters: the first match
-            (`re.search`) counts, and a name without a match is replicated.
+            the axis "shard" hold pieces of parameters (frozen ones, too), optimizer state, average and window, and
+            gather the parameters for each call (ZeRO-2); on a mesh with ``data`` and ``shard``, the processes of "data"
+            hold equal pieces (HSDP). Or rules ``[(regex, "shard" or "replicate"), ...]`` for the names of parameters:
+            the first match (`re.search`) counts, and a name without a match is replicated.
         units: names of blocks (``["blocks.*"]``; ``*`` stands for one part of a name) whose parameters are gathered
             when the block runs, freed, and gathered again in the backward pass, which repeats the block's forward pass
             (ZeRO-3): a process holds the whole parameters of one block at a time, at half as much more communication
-            and a third more arithmetic. Only the block's own forward method may read its parameters. A parameter that
-            is tied to one outside of its block is gathered for the whole call. Every process runs these blocks in one
-            order: leave out experts, and layers that a process may drop. The order is compared in the first two passes,
-            and by `fit` after every call in eager mode.
+            and a third more arithmetic. Only the block's own forward method may read its parameters, also in regions
+            of activation checkpointing. A parameter that is tied to one outside of its block is gathered for the whole
+            call. Every process runs these blocks in one order: leave out experts, and layers that a process may drop.
+            The order is compared in the first two passes, and by `fit` after every call in eager mode.
         batchnorm: for a model whose batch normalization trains, and only there, it has no default. "sync": statistics
             of all processes' rows, with one small collective a layer in each pass: equal to one process, unless the
             program has micro-batches (theirs have other rows). "average": each process uses the statistics of its own
@@ -112,7 +112,8 @@ def distribute(
         raise RankError("the program carries buffers from batch to batch", where=_WHERE, hint=hint)
     if static.stream:
         raise RankError("the program is distributed already", where=_WHERE, hint="pass the program of ps.program")
-    is_cut = _chosen(params, static.trained)
+    names = (*static.trained, *static.frozen)
+    is_cut = _chosen(params, names)
     is_synced = _check_batchnorm(batchnorm, static.module)
     if tensor is not None:
         tensor_parallel.check(tensor, static.module)
@@ -120,7 +121,7 @@ def distribute(
     if mesh.size == 1:
         return program
     check_real(static.module, _WHERE)
-    _check_mesh(mesh, params, tensor, cuts=any(map(is_cut, static.trained)))
+    _check_mesh(mesh, params, tensor, cuts=any(map(is_cut, names)))
     collectives.keep_in_graphs()
 
     # Layers that communicate, in copies of the model's modules.
@@ -135,14 +136,17 @@ def distribute(
     whole = program.init(device="meta")
     ways = joined_buffers.ways_of(static.module, whole.buffers, buffers)
     sharding = placement.sharding_of(whole, is_cut, mesh, dims)
-    if static.tx.elementwise and not all(leaf.is_whole for leaf in sharding.leaves):
-        _check_elementwise(static.tx, sharding.leaves)
+    trained = [leaf for leaf in sharding.leaves if leaf.is_trained]
+    is_compared = static.tx.elementwise and (
+        all(leaf.is_whole for leaf in trained) or _check_elementwise(static.tx, trained)
+    )
     in_units = blocks.leaves_of(unit_names, sharding.leaves, static.ties)
     if in_units:
         inner = _changed(inner, blocks.gathering(_units(in_units, sharding, splits)))
 
     hidden = frozenset(leaf.name for leaves in in_units.values() for leaf in leaves)
     own = _Distributed(program, inner, mesh, sharding, splits, hidden, ways, mixes=is_synced or bool(in_units))
+    own.cuts_first = is_compared and own.is_made_of_pieces(whole)
     steps = inner.made.steps(own.form(Form(lambda stored: stored, lambda named: named)))
     fixed = static._replace(
         made=static.made._replace(
@@ -249,8 +253,11 @@ def _check_mesh(mesh: Mesh, params: Any, tensor: Any, *, cuts: bool) -> None:
         )
 
 
-def _check_elementwise(tx: Any, leaves: Sequence[Leaf]) -> None:
+def _check_elementwise(tx: Any, leaves: Sequence[Leaf]) -> bool:
     """Compare the updates of whole parameters with those of their pieces, on small tensors of the same names.
+
+    Returns:
+        False if a user's function does not take these.
 
     Raises:
         ConfigError: they differ.
@@ -278,7 +285,7 @@ def _check_elementwise(tx: Any, leaves: Sequence[Leaf]) -> None:
     try:
         differing = differs(1.0) or differs(1e60)  # large gradients: clipping by any bound changes them
     except Exception:  # of a user's function, which may be made for the very shapes of this model
-        return
+        return False
     if differing:
         raise ConfigError(
             f"the transformation says that it is elementwise, but its update of a piece of {differing[0]} differs from "
@@ -286,6 +293,7 @@ def _check_elementwise(tx: Any, leaves: Sequence[Leaf]) -> None:
             where=_WHERE,
             hint="set elementwise=False, so that it gets whole tensors",
         )
+    return True
 
 
 def _units(
@@ -338,12 +346,14 @@ class _Distributed:
         self._sharding = sharding
         self._splits = splits
         self._hidden = hidden
+        self.cuts_first = False  # `init` makes the optimizer's state and the average of pieces
         self._mixes = mixes
         self._checks = _CHECKS
         self._leaves = {leaf.name: leaf for leaf in sharding.leaves}
-        self._pieces = [leaf for leaf in sharding.leaves if not leaf.is_whole]
+        self._pieces = [leaf for leaf in sharding.leaves if leaf.is_trained and not leaf.is_whole]
         # Cut by rows, as one process of the axis "tensor" has them.
-        self._cuts = [leaf.part(sharding.tensor) for leaf in sharding.leaves if leaf.is_cut]
+        self._cuts = [leaf.part(sharding.tensor) for leaf in self._pieces if leaf.is_cut]
+        self._frozen = [leaf for leaf in sharding.leaves if leaf.is_cut and not leaf.is_trained]
         self.exchange = Exchange(
             reduce=self._reduced,
             once=not self._cuts,
@@ -359,15 +369,51 @@ class _Distributed:
 
     # --- functions of the program -------------------------------------------------------------------------------------
 
-    def init(self, seed: int = 0, device: torch.device | str | None = None) -> TrainState:
+    def init(
+        self,
+        seed: int = 0,
+        device: torch.device | str | None = None,
+        weights: Callable[[str], Tensor] | None = None,
+    ) -> TrainState:
         """This process's part of the state before the first step, which every process calls; see `Program`.
 
-        If ``device`` is None, it is on the device of the mesh, since NCCL cannot send tensors of the CPU.
+        If ``device`` is None, it is on the device of the mesh, since NCCL cannot send tensors of the CPU. One parameter
+        after another is whole on it, and cut; all at once with a transformation that is not elementwise.
         """
         device = "cuda" if device is None and self._mesh.device_type == "cuda" else device
-        state: TrainState = self._program.init(seed, device)
-        _check_weights(state)
+        checksums: dict[str, int] = {}
+
+        def kept(name: str, value: Tensor) -> Tensor:
+            if not value.is_meta:
+                checksums[f"checksum of {name}"] = processes.checksum(value)
+            return self._kept(name, value) if self.cuts_first else value
+
+        state: TrainState = self._program.static.made.init_with(None, kept)(seed, device, weights)
+        processes.check_same(
+            checksums,
+            where="program.init",
+            hint="torch.manual_seed(0) before the model is built, or the same pretrained weights, in every process",
+        )
+        if self.cuts_first:
+            return state._replace(placement=placement.of(self._sharding))
         return placement.part(self._sharding, state)
+
+    def is_made_of_pieces(self, whole: TrainState) -> bool:
+        """True if `init` with pieces returns the pieces of the whole state, by structure: masks by size do not."""
+        try:
+            cut = self._program.static.made.init_with(None, self._kept)(device="meta")
+        except Exception:  # of a user's function, which may be made for the very shapes of this model
+            return False
+        wholly_cut = placement.part(self._sharding, whole)._replace(placement=whole.placement)
+        found, wanted = tree.flatten(cut), tree.flatten(wholly_cut)
+        return found[1] == wanted[1] and all(
+            one.shape == other.shape and one.dtype == other.dtype
+            for one, other in zip(found[0], wanted[0], strict=True)
+        )
+
+    def _kept(self, name: str, value: Tensor) -> Tensor:
+        leaf = self._leaves.get(name)
+        return value if leaf is None else self._shard(leaf, value)
 
     def eval_step(self, state: TrainState, batch: Batch, *context: Any, index: int = 0) -> Metrics:
         """The metrics of all processes; see `Program`. Gathered outputs are those of this process's rows, also of a row
@@ -395,11 +441,13 @@ class _Distributed:
         """The form of a step whose stored tensors are pieces, which a compiled step packs."""
         splits = {name: split for name, split in self._splits.items() if name not in self._hidden}
 
-        def expand(stored: Params) -> Params:
-            named = packed.expand(stored)
-            cuts = [leaf for leaf in self._cuts if leaf.name in named and leaf.name not in self._hidden]
+        def gathered(named: Params, leaves: list[Leaf]) -> Params:
+            cuts = [leaf for leaf in leaves if leaf.name in named and leaf.name not in self._hidden]
             wholes = placement.all_gathered([(leaf, named[leaf.name]) for leaf in cuts], self._sharding.width)
-            named = named | placement.by_name(cuts, wholes)
+            return named | placement.by_name(cuts, wholes)
+
+        def expand(stored: Params) -> Params:
+            named = gathered(packed.expand(stored), self._cuts)
             return tensor_parallel.as_dtensors(named, splits, meshes.axis_mesh("tensor")) if splits else named
 
         def collect(named: Params) -> Params:
@@ -410,7 +458,10 @@ class _Distributed:
             return packed.collect(self._reduced(grads)) if self._cuts else self._reduced(grads)
 
         shown = functools.partial(blocks.Shown, hidden=self._hidden) if self._hidden else packed.shown
-        return Form(expand, collect, packed.unreached, self.exchange._replace(reduce=reduce), shown)
+        exchange = self.exchange._replace(reduce=reduce)
+        return Form(
+            expand, collect, packed.unreached, exchange, shown, frozen=lambda named: gathered(named, self._frozen)
+        )
 
     # --- collectives of a step ----------------------------------------------------------------------------------------
 
@@ -490,17 +541,3 @@ class _Distributed:
 
     def _shard(self, leaf: Leaf, value: Tensor) -> Tensor:
         return placement.shard_of(self._sharding, leaf, value, self._mesh)
-
-
-def _check_weights(state: TrainState) -> None:
-    """Check that all processes have built the same model.
-
-    Raises:
-        RankError: a weight has other values in one of them.
-    """
-    named = {**state.params, **state.frozen, **state.buffers}
-    processes.check_same(
-        {f"checksum of {name}": processes.checksum(value) for name, value in named.items() if not value.is_meta},
-        where="program.init",
-        hint="torch.manual_seed(0) before the model is built, or the same pretrained weights, in every process",
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -33,6 +33,13 @@ class Pass:
         self.mixes = mixes
         self.is_checked = is_checked
         self.weight: Tensor | None = None  # shape=(): of the loss, once the forward pass has ended
+        self.unit: Callable[[], None] | None = None  # puts the pieces back into the unit that is whole; see `units`
+
+    def close_unit(self) -> None:
+        """Let the unit that the backward pass has computed last have its pieces again."""
+        close, self.unit = self.unit, None
+        if close is not None:
+            close()
 
     def end_forward(self, weight: Tensor) -> None:
         """Take the weight of the loss."""

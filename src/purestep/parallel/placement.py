@@ -20,7 +20,7 @@ from . import collectives
 from . import mesh as meshes
 
 T = TypeVar("T")
-_FIELDS = ("params", "opt_state", "ema", "accum")  # of a state, that have leaves in pieces
+_FIELDS = ("params", "frozen", "opt_state", "ema", "accum")  # of a state, that have leaves in pieces
 
 
 class Leaf(NamedTuple):
@@ -31,6 +31,7 @@ class Leaf(NamedTuple):
     order: tuple[int, ...]  # dimensions by decreasing stride, the first one first: pieces keep channels_last
     is_cut: bool
     tensor: int = -1  # the dimension that is cut over the axis "tensor"; -1: none
+    is_trained: bool = True
 
     @property
     def is_whole(self) -> bool:
@@ -76,7 +77,7 @@ class Sharding(NamedTuple):
 
     width: int  # processes that hold pieces: the axis "shard" of the mesh
     data: int  # processes that hold the same pieces
-    leaves: tuple[Leaf, ...]  # in the module's order
+    leaves: tuple[Leaf, ...]  # in the module's order, the frozen ones last
     paths: tuple[tuple[str, str], ...]  # (path of a leaf in the state that is cut, name of its parameter)
     summands: tuple[str, ...]  # paths of leaves of which every process holds a part of the sum: an open window
     tensor: int = 1  # processes that hold parts of the leaves with a dimension `Leaf.tensor`
@@ -118,17 +119,18 @@ def sharding_of(
 
     Args:
         whole: the state of one process; its tensors may be on the meta device.
-        is_cut: whether the parameter of a name is cut. If none is, every process accumulates its own gradients, which
-            are summed when the window closes.
+        is_cut: whether the parameter of a name is cut. If no trained one is, every process accumulates its own
+            gradients, which are summed when the window closes.
         mesh: of the processes.
         dims: name of a parameter -> the dimension that is cut over the axis "tensor".
     """
     leaves = tuple(
-        Leaf(name, tuple(value.shape), _order(value), is_cut(name) and mesh.shard > 1, dims.get(name, -1))
-        for name, value in whole.params.items()
+        Leaf(name, tuple(value.shape), _order(value), is_cut(name) and mesh.shard > 1, dims.get(name, -1), is_trained)
+        for named, is_trained in ((whole.params, True), (whole.frozen, False))
+        for name, value in named.items()
     )
     shapes = {leaf.name: leaf.shape for leaf in leaves if not leaf.is_whole}
-    sums_once = not any(leaf.is_cut for leaf in leaves)
+    sums_once = not any(leaf.is_cut and leaf.is_trained for leaf in leaves)
     paths: list[tuple[str, str]] = []
     summands: list[str] = []
     for path, value in tree.with_paths(whole):
@@ -212,7 +214,12 @@ def all_gathered(entries: list[Entry], width: int, *, differentiable: bool = Fal
 
     def one_dtype(chosen: list[Entry]) -> list[Tensor]:
         flats = [part.permute(leaf.order).reshape(-1) for leaf, part in chosen]
-        columns = gather(torch.cat(flats), "shard").view(width, -1).split(_sizes(flats), dim=1)
+        dtype = flats[0].dtype
+        if dtype.itemsize > 1:
+            found = gather(torch.cat(flats), "shard")
+        else:  # quantized weights: backends do not send float8
+            found = gather(torch.cat([flat.view(torch.uint8) for flat in flats]), "shard").view(dtype)
+        columns = found.view(width, -1).split(_sizes(flats), dim=1)
         return [_whole(leaf, rows, width) for (leaf, _), rows in zip(chosen, columns, strict=True)]
 
     return _by_dtype(entries, one_dtype)
@@ -350,9 +357,10 @@ def weights(state: TrainState) -> TrainState:
         return state
     sharding = placement.sharding
     pieces = [leaf for leaf in sharding.leaves if not leaf.is_whole]
-    named = by_name(pieces, unsharded(sharding, [(leaf, state.params[leaf.name]) for leaf in pieces]))
-    params = {name: named.get(name, value) for name, value in state.params.items()}
-    return TrainState(*state)._replace(params=params, ema=Empty(), placement=Empty())
+    held = {**state.params, **state.frozen}
+    named = by_name(pieces, unsharded(sharding, [(leaf, held[leaf.name]) for leaf in pieces]))
+    params, frozen = ({name: named.get(name, held[name]) for name in of} for of in (state.params, state.frozen))
+    return TrainState(*state)._replace(params=params, frozen=frozen, ema=Empty(), placement=Empty())
 
 
 def mapped(state: Any, fn: Callable[[str, Any], Any]) -> Any:

@@ -8,6 +8,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -136,24 +137,54 @@ def gathering(units: Mapping[str, Unit]) -> Callable[[nn.Module], None]:
             block: Any = module.get_submodule(name)
             setattr(block, _UNIT, (unit, block.forward))
             block.forward = types.MethodType(_forward, block)
+            if getattr(block, "gradient_checkpointing", False):  # of Hugging Face: the unit is computed again anyway
+                block._gradient_checkpointing_func = _called
 
     return change
+
+
+def _called(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
 
 
 def _forward(block: Any, *args: Any, **kwargs: Any) -> Any:
     """The block's forward method with whole parameters, which live only during it. The backward pass repeats it."""
     unit, forward = getattr(block, _UNIT)
-    pieces: list[Tensor] = [operator.attrgetter(name)(block) for name, _ in unit.leaves]
+    current = passes.current()
+    current.close_unit()
+    pieces: list[tuple[Leaf, Tensor]] = [(leaf, operator.attrgetter(name)(block)) for name, leaf in unit.leaves]
+    is_repeated = False
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal is_repeated
         passes.meet(f"the parameters of {unit.name}")
-        whole = placement.all_gathered(
-            [(leaf, piece) for (_, leaf), piece in zip(unit.leaves, pieces, strict=True)],
-            unit.width,
-            differentiable=True,
-        )
-        named = unit.wrapped({leaf.name: value for (_, leaf), value in zip(unit.leaves, whole, strict=True)})
+        current.close_unit()
+        named: Params = {}
+        for is_trained in (True, False):  # no gradients of frozen parameters are computed, and none are sent
+            chosen = [(leaf, held) for leaf, held in pieces if leaf.is_trained == is_trained]
+            whole = placement.all_gathered(chosen, unit.width, differentiable=is_trained)
+            named |= placement.by_name([leaf for leaf, _ in chosen], whole)
+        named = unit.wrapped(named)
         inner = {name: named[leaf.name] for name, leaf in unit.leaves}
+        if is_repeated:
+            _open(block, inner, current)
+            return forward(*args, **kwargs)
+        is_repeated = True
         return functional.with_weights(block, inner, lambda: forward(*args, **kwargs))
 
     return checkpoint(run, *args, use_reentrant=False, **kwargs)
+
+
+def _open(block: Any, inner: Params, current: passes.Pass) -> None:
+    """Leave whole parameters in a block that the backward pass has computed again: activation checkpointing inside of
+    it repeats its parts later. They leave with the next unit, or at the end of the backward pass."""
+    owners = [(block.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in inner]
+    pieces = [owner._parameters[attribute] for owner, attribute in owners]
+
+    def put(values: Sequence[Any]) -> None:
+        for (owner, attribute), value in zip(owners, values, strict=True):
+            owner._parameters[attribute] = value
+
+    put(list(inner.values()))
+    current.unit = lambda: put(pieces)
+    torch.autograd.Variable._execution_engine.queue_callback(current.close_unit)  # pyright: ignore[reportPrivateUsage]  # no public name

@@ -65,16 +65,18 @@ def _value_and_grad(
     forward: Forward,
     state: TrainState,
     named: Params,
-    shown: Callable[[Params], Params],
+    form: Form,
     read: Any,
     batch: Batch,
 ) -> tuple[Params, Any, frozenset[str]]:
     """Return the gradients by name, the forward pass's (loss, buffers), and the parameters that the loss does not reach
     (their gradients are zeros). ``read``: what else of the step's arguments autograd is to follow."""
 
+    frozen = form.frozen(state.frozen)
+
     def bind(params: Params) -> functional.Bound:
-        bound = functional.bind(spec.template, params, state.frozen, state.buffers, train=True)
-        bound.params = shown(params)
+        bound = functional.bind(spec.template, params, frozen, state.buffers, train=True)
+        bound.params, bound.frozen = form.shown(params), form.shown(frozen)
         return bound
 
     watches = not torch.compiler.is_dynamo_compiling() and spec.reach.watches > 0
@@ -317,7 +319,7 @@ def _micro(spec: Spec, form: Form, state: TrainState, batch: Batch, context: tup
         values = spec.values_at(state)
         forward = _forward(spec, state, values, rows, counts, context, None if exchange is None else weigh, exchange)
         grads, (loss, buffers), unreached = _value_and_grad(
-            spec, forward, state, form.expand(state.params), form.shown, (context, *values.values()), rows
+            spec, forward, state, form.expand(state.params), form, (context, *values.values()), rows
         )
     is_weighted = exchange is not None and call.mixes
     if is_weighted:

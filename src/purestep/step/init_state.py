@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import rng
-from ..errors import StateError
+from ..errors import ConfigError, StateError
 from ..model import functional
 from ..precision import Policy
 from ..state import usable_device
@@ -16,31 +17,57 @@ from ..types import Empty, Params, TrainState, Tree
 from .spec import Accum, Spec, wide
 
 
-def init_of(spec: Spec, module: nn.Module, own: nn.Module | None) -> Callable[..., TrainState]:
-    """Build a program's ``init``."""
+def kept_whole(name: str, value: Tensor) -> Tensor:
+    """The tensor."""
+    del name
+    return value
 
-    def init(seed: int = 0, device: torch.device | str | None = None) -> TrainState:
+
+def init_of(
+    spec: Spec,
+    module: nn.Module,
+    own: nn.Module | None,
+    keep: Callable[[str, Tensor], Tensor] = kept_whole,
+) -> Callable[..., TrainState]:
+    """Build a program's ``init``. ``keep``: (name, tensor) -> the part of it that the state holds, called with one
+    tensor after another: only one is whole at a time."""
+
+    def init(
+        seed: int = 0,
+        device: torch.device | str | None = None,
+        weights: Callable[[str], Tensor] | None = None,
+    ) -> TrainState:
         """Return the state before the first step: the module's current weights, on ``device``.
 
         The parameters that required a gradient when the program was built are trained, whatever they require now.
+        The module may be built on the meta device (``with torch.device("meta"):``), which takes no memory. Then
+        ``weights`` draws or loads its tensors one by one; each process of a mesh keeps its pieces.
 
         Args:
             seed: of dropout and data order, an int in [-2**63, 2**63); the weights do not depend on it.
-            device: None means the module's; `fit` moves a state from the CPU to the best device.
+            device: None means the module's, and the CPU for one on the meta device; `fit` moves a state from the CPU to
+                the best device.
+            weights: name of a parameter or buffer on the meta device -> its values, of the shape in the module, in any
+                dtype: ``file.get_tensor`` of ``safetensors.safe_open``, or a function that draws, alike in every
+                process.
 
         Raises:
-            ConfigError: an invalid seed or device, or the device does not support the program's precision.
-            StateError: the module has got or lost tensors since the program was built.
+            ConfigError: an invalid seed or device, or the device does not support the program's precision; ``weights``
+                are given, and the module is not on the meta device.
+            StateError: the module has got or lost tensors since the program was built; it is on the meta device, and
+                ``weights`` returns no tensor of the right shape.
         """
         names = spec.template.names
         found = {name: tensor for named in functional.tensors(module, objective=own) for name, tensor in named.items()}
         _check_names(names, set(found))
+        if weights is not None:
+            _check_empty(found)
         target = _target(module, device)
         if target.type != "meta":
             spec.policy.check(target)
         # By the names of the program, not by the module's `requires_grad` of today: another program may have set that.
         params, frozen, buffers = (
-            _place({name: found[name] for name in of}, target, spec.policy)
+            {name: keep(name, _placed(name, found[name], target, spec.policy, weights)) for name in of}
             for of in (names.params, names.frozen, names.buffers)
         )
         return TrainState(
@@ -72,10 +99,16 @@ def _check_names(names: functional.Names, found: set[str]) -> None:
         )
 
 
+def _check_empty(found: Params) -> None:
+    if not any(tensor.is_meta for tensor in found.values()):
+        what = "weights= fills a module on the meta device, and this module has values"
+        raise ConfigError(what, where="program.init", hint='build it `with torch.device("meta"):`, or omit weights')
+
+
 def _target(module: nn.Module, device: torch.device | str | None) -> torch.device:
     if device is not None:
         return usable_device(device)
-    found = {parameter.device for parameter in module.parameters()}
+    found = {parameter.device for parameter in module.parameters() if not parameter.is_meta} or {torch.device("cpu")}
     if len(found) > 1:
         raise StateError(
             f"parameters are on several devices: {sorted(map(str, found))}",
@@ -85,16 +118,34 @@ def _target(module: nn.Module, device: torch.device | str | None) -> torch.devic
     return found.pop()
 
 
-def _place(named: Params, device: torch.device, policy: Policy) -> Params:
-    def leaf(name: str, value: Tensor) -> Tensor:
-        if value.device.type == "meta":
-            raise StateError(
-                "the tensor is on the meta device and has no values", where=name, hint="load weights before init"
-            )
-        # Always copy: the module belongs to the user. The copy keeps dense layouts (channels_last).
-        return policy.cast(value.to(device=device, copy=True))
+def _placed(
+    name: str, value: Tensor, device: torch.device, policy: Policy, weights: Callable[[str], Tensor] | None
+) -> Tensor:
+    if value.is_meta and device.type != "meta":
+        value = _filled(name, value, weights)
+    # Always copy: the module belongs to the user. The copy keeps dense layouts (channels_last).
+    return policy.cast(value.to(device=device, copy=True))
 
-    return {name: leaf(name, value) for name, value in named.items()}
+
+def _filled(name: str, value: Tensor, weights: Callable[[str], Tensor] | None) -> Tensor:
+    """The values of a tensor on the meta device."""
+    if weights is None:
+        raise StateError(
+            "the tensor is on the meta device and has no values",
+            where=name,
+            hint="load weights before init, or pass init(weights=file.get_tensor) with `safetensors.safe_open`",
+        )
+    try:
+        found: Any = weights(name)
+    except Exception as error:
+        what = f"weights({name!r}) raised {type(error).__name__}: {error}"
+        hint = "pass a function that returns the values of every tensor on the meta device, also of buffers"
+        raise StateError(what, where=name, hint=hint) from error
+    if not isinstance(found, Tensor) or found.is_meta or found.shape != value.shape:
+        got = f"{list(found.shape)} on {found.device}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+        what = f"weights({name!r}) returned {got}, and the tensor is {list(value.shape)}"
+        raise StateError(what, where=name, hint="return the values of the whole tensor")
+    return found.detach().to(value.dtype)
 
 
 def _count(device: torch.device) -> Tensor:

@@ -26,7 +26,7 @@ from .batch_copy import untouched
 from .differentiable import parts_of
 from .gradient import gradients
 from .inference import bind_of, eval_step_of
-from .init_state import init_of
+from .init_state import init_of, kept_whole
 from .loss_checks import OWN_METRICS
 from .sharpness import Sam, checked, gradients_of
 from .spec import IDENTITY, Reach, Spec
@@ -166,7 +166,7 @@ def _assembled(spec: Spec, model: nn.Module, own: nn.Module | None) -> Program:
         statistics=functools.partial(Statistics, spec),
         parts=parts_of(spec, lambda gradients: _assembled(spec._replace(gradients=gradients), model, own)),
         rewritten=rewritten,
-        init_with=lambda module: init_of(spec, module, own),
+        init_with=lambda module=None, keep=kept_whole: init_of(spec, module or model, own, keep),
     )
     static = _static(spec, made, _versions(unwrapped(model)))
     steps = steps_of(spec, IDENTITY)

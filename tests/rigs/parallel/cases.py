@@ -103,14 +103,17 @@ class Perceptron(nn.Module):
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
-def perceptrons(tx: str = "adamw", **options: Any) -> ps.Program:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(8, 8), Perceptron(), Perceptron()).double().to(DEVICE)
-    rules = {
+def rules() -> dict[str, Callable[[], optim.Transform]]:
+    return {
         "adamw": lambda: optim.chain(optim.clip_by_global_norm(0.2), optim.adamw(1e-2)),
         "lamb": lambda: optim.chain(optim.clip_by_global_norm(0.2), optim.lamb(1e-2)),
     }
-    return ps.program(net, ps.supervised(nn.MSELoss()), rules[tx](), precision="64-true", ema=0.9, **options)
+
+
+def perceptrons(tx: str = "adamw", **options: Any) -> ps.Program:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), Perceptron(), Perceptron()).double().to(DEVICE)
+    return ps.program(net, ps.supervised(nn.MSELoss()), rules()[tx](), precision="64-true", ema=0.9, **options)
 
 
 def halves() -> ps.Program:
@@ -433,15 +436,19 @@ def trained(program: ps.Program, shares: list[Any], *, compiled: Any = None) -> 
 
 
 def _named(name: str) -> Any:
-    """A function of this module, or of `situations`."""
-    return globals().get(name) or getattr(importlib.import_module("rigs.parallel.situations"), name)
+    """A function of this module or of `situations`, or "module:name"."""
+    module, _, name = name.rpartition(":")
+    return (not module and globals().get(name)) or getattr(
+        importlib.import_module(module or "rigs.parallel.situations"), name
+    )
 
 
 def steps(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Compare runs on this group of processes with runs of one process on the whole batches.
 
-    A case has ``mesh`` (sizes), ``params``, ``kind`` of shares, ``tx``, ``options`` of the program, ``compiled``
-    (arguments of `compile_program`), ``fault``, and other arguments of `distribute`.
+    A case has ``problem`` ("name", or "module:name"), ``mesh`` (sizes), ``params``, ``kind`` of shares, ``tx``,
+    ``options`` of the program, ``compiled`` (arguments of `compile_program`), ``fault``, and other arguments of
+    `distribute`.
     """
     found: list[dict[str, Any]] = []
     for case in cases:
