@@ -37,6 +37,7 @@ include_patterns = [
     "examples/guides/*.md",
     "tests/derivatives/layers.md",
     "tests/rigs/parallel/NCCL.md",
+    "tests/systems/README.md",
 ]
 exclude_patterns = ["build/site"]
 source_suffix = {".md": "markdown"}
