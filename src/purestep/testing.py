@@ -203,6 +203,17 @@ def replay(
     """Repeat a recorded step, in eager mode with torch's anomaly detection: the one that a `NonFiniteError` names, or
     any of the last steps of ``fit(record=n)``.
 
+    Example:
+        >>> import tempfile, torch, purestep as ps
+        >>> class Root(torch.nn.Linear):
+        ...     def forward(self, x):
+        ...         return super().forward(x).sqrt()
+        >>> program = ps.program(Root(2, 1), ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
+        >>> batch = torch.full((4, 2), -torch.inf), torch.ones(4, 1)
+        >>> path = record(tempfile.mkdtemp() + "/step.safetensors", program.init(device="cpu"), batch)
+        >>> replay(path, program).first
+        'batch/0: 8 of 8 numbers are not finite'
+
     The file contains no code, so pass the program too. On the same kind of device, with the same versions, the step
     gives the same bits as in the run, dropout included. The steps of a recording before it are repeated without
     detection; if the run was compiled, they give the same numbers up to rounding.
@@ -218,17 +229,6 @@ def replay(
         Corrupt: the file is damaged.
         Mismatch: the file is from another program or a later version.
         ConfigError: the program has no ``init``, and ``like`` is None; ``step`` is not recorded.
-
-    Example:
-        >>> import tempfile, torch, purestep as ps
-        >>> class Root(torch.nn.Linear):
-        ...     def forward(self, x):
-        ...         return super().forward(x).sqrt()
-        >>> program = ps.program(Root(2, 1), ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
-        >>> batch = torch.full((4, 2), -torch.inf), torch.ones(4, 1)
-        >>> path = record(tempfile.mkdtemp() + "/step.safetensors", program.init(device="cpu"), batch)
-        >>> replay(path, program).first
-        'batch/0: 8 of 8 numbers are not finite'
     """
     if isinstance(path, recording.Recording):
         found, notes = path, {}

@@ -71,6 +71,14 @@ def fit(
 ) -> FitResult:
     """Train: compose a program's steps, evaluation and snapshots.
 
+    Example:
+        >>> import torch, purestep as ps
+        >>> program = ps.program(torch.nn.Linear(2, 1), ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
+        >>> batch = (torch.ones(4, 2), torch.ones(4, 1))
+        >>> result = ps.fit(program.init(), {"train": [batch] * 5, "val": [batch]}, program, epochs=3, progress=False)
+        >>> result.epochs, result.stop_reason, len(result.history["val_loss"])
+        (3, 'epochs', 3)
+
     Args:
         init_state: from ``program.init(seed=0)``, or any pytree of tensors that the program's step takes. It stays
             valid unless ``donate="init"``.
@@ -87,19 +95,9 @@ def fit(
             By default a run goes on from the newest snapshot of its directory (``resume="auto"``), evaluates the
             average if there is one, trains a copy of a CPU state on the best device (cuda, then mps; ``device="cpu"``
             stays), and compiles steps on CUDA only: ``help(ps.FitConfig)``. The same call, repeated, goes on where it
-            stopped. So does one with ``resume="old", snapshots="new"``: it does not start again from "old" once "new"
-            has a snapshot.
+            stopped.
 
-    One run at a time: a `fit` in another thread of the process is refused while this one trains; one inside a callback
-    works. So does a run off the main thread, where no signal ends it.
-
-    In several processes every process makes the same call, with a program of `purestep.distribute` and whole loaders:
-    all draw one order and load their rows of each batch, as `types.Share`. History, monitor and best are those of one
-    process, and a run may go on with another number of processes. Callbacks run in every process, with its part of the
-    state and its share of a batch; if they return a state, they do so in all. Sinks, the log and the directory belong
-    to the first process. If one process gets a signal or `Stop`, comes to the end of ``max_time`` or has an error of
-    the writer, or if a snapshot is due by the first one's clock, all act on it together, at the same call. An error in
-    one process ends the others with a RankError, without a snapshot, which would take all of them.
+    The guides "Several processes" and "Rules and limits" have the rules for processes, threads and signals.
 
     Returns:
         `FitResult`: the last state (with ``restore_best=True`` the best one), the history, the best epoch, the number
@@ -119,14 +117,6 @@ def fit(
             or snapshots; a loader that cannot be divided among them; a process that ended or does not answer.
         KeyboardInterrupt, SystemExit: Ctrl-C, SIGTERM (status 143), or raised by a callback; the state is saved, and
             ``error.result`` has it. A second Ctrl-C or SIGTERM ends the run at once, without either.
-
-    Example:
-        >>> import torch, purestep as ps
-        >>> program = ps.program(torch.nn.Linear(2, 1), ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
-        >>> batch = (torch.ones(4, 2), torch.ones(4, 1))
-        >>> result = ps.fit(program.init(), {"train": [batch] * 5, "val": [batch]}, program, epochs=3, progress=False)
-        >>> result.epochs, result.stop_reason, len(result.history["val_loss"])
-        (3, 'epochs', 3)
     """
     settings = inputs.settings(config, fields)
     ready = inputs.checked_program(program)
