@@ -17,7 +17,6 @@ from pathlib import Path
 
 import digits
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
@@ -84,18 +83,6 @@ def mean_teacher(config: Config, updates: int) -> ps.Program:
     return ps.Program(train_step, eval_step=student.eval_step, init=student.init, bind=student.bind)
 
 
-def picture(path: Path, histories: dict[str, dict[str, list[float]]]) -> None:
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    axes = figure.subplots(1, 2)
-    for name, history in histories.items():
-        axes[0].plot(history["epoch"], [100 * value for value in history["test_accuracy"]], label=name)
-        axes[1].plot(history["epoch"], history["train_disagreement"], label=name)
-    axes[0].set(title="Digits that were never trained on", xlabel="epoch", ylabel="accuracy of the average (%)")
-    axes[1].set(title="Student against teacher", xlabel="epoch", ylabel="mean squared difference of probabilities")
-    axes[0].legend()
-    figure.savefig(path)
-
-
 def main(config: Config) -> tuple[float, float]:
     """Train with the teacher and without; return both accuracies on the held-out digits, in [0, 1]."""
     if config.fresh:
@@ -114,7 +101,6 @@ def main(config: Config) -> tuple[float, float]:
             snapshots=config.runs / name.replace(" ", "_"),
         )
         histories[name] = result.history
-    picture(config.runs / "curves.png", histories)
     taught, alone = (history["test_accuracy"][-1] for history in histories.values())
     print(f"test accuracy {100 * taught:.0f} % with a mean teacher, {100 * alone:.0f} % from the labels alone")
     return taught, alone

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import purestep as ps
@@ -114,17 +113,6 @@ def play(config: Config, program: ps.Program, state: ps.TrainState, *, greedy: b
     return {name: value[kept] for name, value in batch.items()}, float(kept.sum() / config.carts)
 
 
-def picture(path: Path, rows: list[dict[str, float]]) -> None:
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    axes = figure.subplots(1, 2)
-    updates = [row["update"] for row in rows]
-    axes[0].plot(updates, [row["steps"] for row in rows])
-    axes[0].set(title="Balancing a pole", xlabel="updates", ylabel="steps of an episode (20 ms each)")
-    axes[1].plot(updates, [row["entropy"] for row in rows])
-    axes[1].set(title="How undecided the policy is", xlabel="updates", ylabel="entropy (nats)")
-    figure.savefig(path)
-
-
 def main(config: Config) -> tuple[float, float]:
     """Train; return the steps of an episode in the first update, and those of the policy without a draw."""
     if config.fresh:
@@ -144,7 +132,6 @@ def main(config: Config) -> tuple[float, float]:
                 print(f"update {len(rows)}: {steps:.0f} steps, entropy {rows[-1]['entropy']:.2f}")
                 snapshots.save(len(rows), state, loop=rows)
     _, best = play(config, program, state, greedy=True)
-    picture(config.runs / "curves.png", rows)
     print(f"{best:.0f} of {config.steps} steps without a draw")
     return rows[0]["steps"], best
 

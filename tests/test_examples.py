@@ -159,7 +159,6 @@ def test_distillation_learns_from_few_labels_and_goes_on_where_it_was(
     runs = tmp_path / "distillation"
     apart = [rows(runs / name)[-1]["train_disagreement"] for name in ("mean_teacher", "labels_alone")]
     assert apart[0] < apart[1]  # it does what the teacher does
-    assert (runs / "curves.png").stat().st_size > 1000
     assert run("distillation", tmp_path, **small) == (taught, alone)  # nothing is left to do
 
 
@@ -169,7 +168,6 @@ def test_reinforcement_learns_to_balance_and_goes_on_where_it_was(tmp_path: Path
     assert balanced > 2 * first
     run("reinforcement", tmp_path / "parts", updates=6, **small)
     assert run("reinforcement", tmp_path / "parts", updates=16, **small) == (first, balanced)
-    assert (tmp_path / "parts" / "reinforcement" / "curves.png").stat().st_size > 1000
 
 
 def test_lora_adapts_and_both_are_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -182,7 +180,6 @@ def test_lora_adapts_and_both_are_loaded(tmp_path: Path, capsys: pytest.CaptureF
     assert {path.name for path in (runs / "adapters").iterdir()} == {
         *("README.md", "adapter_config.json", "adapter_model.safetensors"),
     }
-    assert (runs / "curves.png").stat().st_size > 1000
     assert run("lora", tmp_path, **small) == (before, after)  # nothing is left to do
 
 

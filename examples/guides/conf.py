@@ -30,6 +30,7 @@ root_doc = "README"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 include_patterns = [
     "*.md",
+    "benchmarks/LESSONS.md",
     "benchmarks/README.md",
     "benchmarks/results/**.md",
     "build/reference/*.md",
@@ -37,6 +38,7 @@ include_patterns = [
     "examples/guides/*.md",
     "tests/derivatives/layers.md",
     "tests/rigs/parallel/NCCL.md",
+    "tests/systems/README.md",
 ]
 exclude_patterns = ["build/site"]
 source_suffix = {".md": "markdown"}
@@ -88,7 +90,7 @@ def menu() -> str:
 def read(app: Any, page: str, source: list[str]) -> None:
     """The list of public names is the reference of the site."""
     source[0] = re.sub(r"\((?:\.\./)*src/purestep/README\.md\)", "(/build/reference/index.md)", source[0])
-    if page.startswith(("benchmarks/results/", "tests/")):
+    if page.startswith(("benchmarks/results/", "benchmarks/LESSONS", "tests/")):
         source[0] = f"---\norphan: true\n---\n{source[0]}"  # linked from a page, and not in the menu
     if page == root_doc:
         source[0] += menu()

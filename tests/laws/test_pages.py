@@ -12,7 +12,12 @@ import pages
 import pytest
 
 INDEX = pages.GUIDES / "README.md"
-LINKING = [*pages.PROGRAMS, pages.ROOT / "examples" / "README.md", pages.ROOT / "benchmarks" / "README.md"]
+LINKING = [
+    *pages.PROGRAMS,
+    pages.ROOT / "examples" / "README.md",
+    pages.ROOT / "tests" / "systems" / "README.md",
+    pages.ROOT / "benchmarks" / "README.md",
+]
 
 HEADINGS = {
     "What follows from that: speed": "measure.md#one-training-step-on-the-cpu",

@@ -1,4 +1,4 @@
-"""Every row of `systems.toml` is proved by a test, and examples/README.md says for each how to move over.
+"""Every row of `systems.toml` is proved by a test, and tests/systems/README.md says for each how to move over.
 
     python -m pytest tests/laws/test_systems.py        # fails where a row has no test, or the tables are out of step
     python tests/laws/test_systems.py                  # runs those tests, and prints each row with them and the result
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import pytest
 
 TESTS = Path(__file__).resolve().parents[1]
-TABLES = TESTS.parent / "examples" / "README.md"
+TABLES = TESTS / "systems" / "README.md"
 MOST = 5  # rows a test may prove
 FAULT = re.compile(r"F\d+")
 

@@ -26,6 +26,15 @@ def compile_step(
 ) -> CompiledStep:
     """Compile a step into one graph, from the forward pass to the EMA.
 
+    Example:
+        >>> import torch, purestep as ps
+        >>> net = torch.nn.Linear(2, 1)
+        >>> program = ps.program(net, ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
+        >>> step = ps.compile_step(program.train_step, donate=True, backend="aot_eager")
+        >>> state, metrics = step(program.init(), (torch.ones(4, 2), torch.ones(4, 1)))
+        >>> int(state.step)
+        1
+
     Results equal those of the eager step but for rounding: operations are fused, and on a CPU with AVX2 or AVX-512
     float32 matrix products use a kernel of purestep. On the CPU each thread that calls compiled steps keeps the memory
     of their intermediates until it ends. Random numbers come from torch's generator of the device, which all threads
@@ -89,15 +98,6 @@ def compile_step(
             or a dtype of its state, multiplies tensors of two dtypes, branches on the value of a tensor, writes a
             tensor that is not in its state, stores a tensor between captures (a module's table built in its first
             forward pass), seeds torch's generator, or cannot be recorded as a CUDA graph.
-
-    Example:
-        >>> import torch, purestep as ps
-        >>> net = torch.nn.Linear(2, 1)
-        >>> program = ps.program(net, ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
-        >>> step = ps.compile_step(program.train_step, donate=True, backend="aot_eager")
-        >>> state, metrics = step(program.init(), (torch.ones(4, 2), torch.ones(4, 1)))
-        >>> int(state.step)
-        1
     """
     _check_backend(backend)
     _check_function(step)

@@ -34,6 +34,15 @@ def open_feed(
 ) -> Feed:
     """Build the `Feed` of a loader: its order depends on (seed, epoch), its position is (epoch, batches consumed).
 
+    Example:
+        >>> import torch
+        >>> feed = open_feed(DataLoader(torch.arange(6), batch_size=2, shuffle=True), seed=1)
+        >>> whole = torch.cat(list(feed.epoch(0)))
+        >>> bool((torch.cat(list(feed.epoch(0, start=1))) == whole[2:]).all())
+        True
+        >>> list(open_feed([1, 2, 3, 4], first=0.5).epoch(7))
+        [1, 2]
+
     ============================================  ==============================================================
     loader                                        order; how an epoch is entered in the middle
     ============================================  ==============================================================
@@ -79,15 +88,6 @@ def open_feed(
         DataError: the object is no loader, or the loader is empty.
         ConfigError: ``first`` is no such number, or it is a share and the loader has no length.
         RankError: with a mesh, a loader without indices that `parallel.sharded` does not describe.
-
-    Example:
-        >>> import torch
-        >>> feed = open_feed(DataLoader(torch.arange(6), batch_size=2, shuffle=True), seed=1)
-        >>> whole = torch.cat(list(feed.epoch(0)))
-        >>> bool((torch.cat(list(feed.epoch(0, start=1))) == whole[2:]).all())
-        True
-        >>> list(open_feed([1, 2, 3, 4], first=0.5).epoch(7))
-        [1, 2]
     """
     division = loader if isinstance(loader, loaders.Sharded) else None
     loader = loader.loader if isinstance(loader, loaders.Sharded) else loader

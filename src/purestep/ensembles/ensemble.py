@@ -34,10 +34,20 @@ _CURE = "replace this operation (torch.where instead of if); or train the member
 def ensemble(program: Program, members: int, *, batches: Literal["shared", "own"] = "shared") -> Program:
     """Train many models of one program in one step: an ensemble, several seeds, or a sweep of hyperparameters.
 
+    Example:
+        >>> import torch, purestep as ps
+        >>> tx = ps.optim.inject(ps.optim.sgd)(learning_rate=0.1)
+        >>> program = ps.program(torch.nn.Linear(2, 1), ps.supervised(torch.nn.MSELoss()), tx)
+        >>> three = ps.ensemble(program, 3)
+        >>> state = three.init(factory=lambda: torch.nn.Linear(2, 1), vary={"learning_rate": [0.1, 0.2, 0.4]})
+        >>> state, metrics = three.train_step(state, (torch.ones(4, 2), torch.ones(4, 1)))
+        >>> metrics["loss"].total.shape, three.bind(state)(torch.ones(4, 2)).shape
+        (torch.Size([3]), torch.Size([3, 4, 1]))
+        >>> predict = program.bind(ps.member(state, 0))
+
     The state is a TrainState whose leaves have a leading dimension for the members, also the key. Each member trains
     like the same program alone: it has its own weights, buffers, optimizer state, average, loss scale, dropout masks
-    and counters. In float64 the results agree to about 1e-12, in float32 to rounding, which training amplifies. A
-    member whose loss or gradient is not finite halts (or skips) alone.
+    and counters. A member whose loss or gradient is not finite halts (or skips) alone.
 
     `fit`, `evaluate`, `predict`, `run_epoch`, `Snapshots`, `compile_step` and `compile_program` take the program and
     its states. A metric of a step is a vector with one entry for each member. The history has ``val_loss[0]``,
@@ -45,9 +55,6 @@ def ensemble(program: Program, members: int, *, batches: Literal["shared", "own"
     be any of these. A metric that computes its value itself (`metrics.from_torchmetrics`) is called ``val_auroc[0]``
     and so on. `fit` goes on until all members have halted, and warns of each one that has, or whose last 100 updates
     were refused. The order of a loader that shuffles depends on the seed of the first member.
-
-    With ``accumulate=``, members may be at different positions in their windows (`stack` of states, or a halted member
-    that goes on): each closes its own, and a step then computes both results for all. `fit` refuses such a state.
 
     Functions of the result:
 
@@ -60,15 +67,7 @@ def ensemble(program: Program, members: int, *, batches: Literal["shared", "own"
     - ``bind(state, view=None, train=False)`` returns a callable whose outputs have the leading dimension, for inputs
       that all members share: ``outputs.mean(0)`` and ``outputs.std(0)`` are those over the members.
 
-    Dropout uses the same masks as the member alone on the CPU, and in eager mode on other devices if its input is
-    contiguous; alpha dropout does so for contiguous inputs. In a graph `torch.randperm` draws other numbers.
-    Numbers from numpy's or Python's generator are the same for all members. Attention runs as matrix products, and an
-    LSTM without oneDNN's kernel.
-
-    Torch maps most layers. It cannot map RReLU, spectral norm, BatchNorm with ``momentum=None``, activation
-    checkpointing, in-place draws on a new tensor (``torch.zeros(3).uniform_()``: write ``torch.rand(3)``), and code
-    that reads the value of a tensor, such as ``if loss > 1``, `torch.nn.functional.one_hot` without a number of
-    classes, or in a graph `torch.nn.TransformerEncoder` with a ``mask`` and without ``is_causal``.
+    The guide "Sweeps and ensembles" lists the layers that cannot be mapped, and where random numbers differ.
 
     Args:
         program: from `purestep.program`, not compiled and not distributed, with ``engine="auto"`` or ``"func"``.
@@ -84,17 +83,6 @@ def ensemble(program: Program, members: int, *, batches: Literal["shared", "own"
         StateError: from a step: the state is not stacked, or has another number of members.
         DataError: from a step with ``batches="own"``: a leaf of the batch is no tensor with the leading dimension.
         StepContractError: from a step: torch cannot map an operation of the model.
-
-    Example:
-        >>> import torch, purestep as ps
-        >>> tx = ps.optim.inject(ps.optim.sgd)(learning_rate=0.1)
-        >>> program = ps.program(torch.nn.Linear(2, 1), ps.supervised(torch.nn.MSELoss()), tx)
-        >>> three = ps.ensemble(program, 3)
-        >>> state = three.init(factory=lambda: torch.nn.Linear(2, 1), vary={"learning_rate": [0.1, 0.2, 0.4]})
-        >>> state, metrics = three.train_step(state, (torch.ones(4, 2), torch.ones(4, 1)))
-        >>> metrics["loss"].total.shape, three.bind(state)(torch.ones(4, 2)).shape
-        (torch.Size([3]), torch.Size([3, 4, 1]))
-        >>> predict = program.bind(ps.member(state, 0))
     """
     base = _checked(program, members, batches)
     mapped = _Mapped(base, members, own=batches == "own")

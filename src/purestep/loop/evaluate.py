@@ -28,6 +28,13 @@ def run_epoch(
 ) -> tuple[Tree, Metrics]:
     """Call a step for every batch of an epoch. With a distributed step, every process calls this with the whole loader.
 
+    Example:
+        >>> import torch, purestep as ps
+        >>> step = lambda state, batch: (state + batch, {"loss": ps.Mean(batch, torch.ones(()))})
+        >>> state, metrics = run_epoch(torch.zeros(()), [torch.ones(()), 3 * torch.ones(())], step)
+        >>> state.item(), float(metrics["loss"])
+        (4.0, 2.0)
+
     Args:
         state: the step's input.
         loader: a DataLoader, a list of batches, any iterable of batches; or a `Feed`, which stays open.
@@ -45,13 +52,6 @@ def run_epoch(
         NonFiniteError: the state halted at a loss or gradient that is not finite; ``error.state`` is the one before.
         RankError: several processes without a distributed state; a loader that cannot be divided among them.
         StepContractError: the step did not return a state and a dict of Means.
-
-    Example:
-        >>> import torch, purestep as ps
-        >>> step = lambda state, batch: (state + batch, {"loss": ps.Mean(batch, torch.ones(()))})
-        >>> state, metrics = run_epoch(torch.zeros(()), [torch.ones(()), 3 * torch.ones(())], step)
-        >>> state.item(), float(metrics["loss"])
-        (4.0, 2.0)
     """
     _check_callable(train_step=step, where="run_epoch")
     mesh = ranks.mesh_of(state, where="run_epoch")
@@ -88,6 +88,12 @@ def evaluate(
     """Return the weighted means of an evaluation over a loader. The state is only read. With a distributed program,
     every process calls this with the whole loader, and gets the means of all rows.
 
+    Example:
+        >>> import torch, purestep as ps
+        >>> step = lambda state, batch: {"loss": ps.Mean(state * batch.sum(), torch.tensor(float(len(batch))))}
+        >>> evaluate(torch.tensor(2.0), [torch.ones(3), torch.zeros(1)], step)
+        {'loss': 1.5}
+
     Args:
         state: to evaluate.
         loader: as for `run_epoch`.
@@ -105,12 +111,6 @@ def evaluate(
         RankError: several processes without a distributed state; a loader that cannot be divided among them.
         StateError: the view is "ema", and the state has no average.
         StepContractError: the step did not return a dict of Means.
-
-    Example:
-        >>> import torch, purestep as ps
-        >>> step = lambda state, batch: {"loss": ps.Mean(state * batch.sum(), torch.tensor(float(len(batch))))}
-        >>> evaluate(torch.tensor(2.0), [torch.ones(3), torch.zeros(1)], step)
-        {'loss': 1.5}
     """
     _check_callable(eval_step=eval_step, where="evaluate")
     mesh = ranks.mesh_of(state, where="evaluate")

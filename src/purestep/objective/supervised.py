@@ -46,6 +46,14 @@ def supervised(
 ) -> Objective:
     """Build the objective ``criterion(model(inputs), targets)``, with the weight that makes accumulation exact.
 
+    Example:
+        >>> import torch, purestep as ps
+        >>> objective = ps.supervised(torch.nn.MSELoss())
+        >>> net = torch.nn.Linear(2, 1)
+        >>> loss = objective(net, (torch.ones(3, 2), torch.ones(3, 1)))
+        >>> loss.mean.shape, loss.weight.item()
+        (torch.Size([]), 3.0)
+
     The weight is the count that the criterion's mean divides by: for cross entropy the summed class weights of the
     targets that are not ignored, for elementwise losses of torch the number of elements, for any other callable the
     number of examples. It is 1 for ``reduction="sum"``, which goes with neither ``accumulate`` nor ``microbatches``
@@ -72,14 +80,6 @@ def supervised(
             would broadcast them) or a cross entropy of torch gets outputs of a single class (it would always be 0), if
             a loss of torch gets a tuple or mapping as outputs or targets of a dtype that it does not take, if the
             criterion does not return a tensor, or if a metric returns an invalid value.
-
-    Example:
-        >>> import torch, purestep as ps
-        >>> objective = ps.supervised(torch.nn.MSELoss())
-        >>> net = torch.nn.Linear(2, 1)
-        >>> loss = objective(net, (torch.ones(3, 2), torch.ones(3, 1)))
-        >>> loss.mean.shape, loss.weight.item()
-        (torch.Size([]), 3.0)
     """
     if isinstance(criterion, type):
         name = criterion.__name__

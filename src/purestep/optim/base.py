@@ -128,17 +128,26 @@ def stateless(fn: Callable[[Params, Params], Params], *, elementwise: bool = Fal
 def chain(*transforms: Transform) -> Transform:
     """Apply transforms one after another; the state is the tuple of their states.
 
+    Example:
+        >>> from purestep.optim import adamw, clip_by_global_norm, freeze
+        >>> tx = chain(clip_by_global_norm(1.0), adamw(1e-3, weight_decay=0.1), freeze("encoder"))
+        >>> params = {"encoder.weight": torch.ones(1), "head.weight": torch.ones(1)}
+        >>> updates, state = tx.update(params, tx.init(params), params)
+        >>> [f"{update.item():.4f}" for update in updates.values()]
+        ['0.0000', '-0.0011']
+
+    The order matters:
+
+    1. Clipping comes first: it measures gradients.
+    2. The optimizer is next. `adamw` adds the weight decay after Adam's scaling and before the learning rate.
+    3. `freeze` comes last: it also removes the weight decay of its group.
+
     Args:
         transforms: applied from left to right. Chains nest.
 
     Raises:
         ConfigError: a part is not a `Transform`.
         StateError: at update, if the state has another number of parts.
-
-    Example:
-        >>> tx = chain(identity(), identity())
-        >>> tx.init({"w": torch.ones(2)})
-        (Empty(), Empty())
     """
     parts: tuple[Any, ...] = transforms
     for number, part in enumerate(parts):

@@ -35,6 +35,18 @@ def inject(
 ) -> Callable[..., Transform]:
     """Wrap a factory so that its floats and schedules become float32 leaves of the state.
 
+    Use it for a number that is changed or differentiated without a new program: a learning rate that a callback lowers,
+    one that differs between the members of an `ensemble`, one that a gradient tunes. Other numbers are constants of the
+    program, and a compiled step compiles again for another constant.
+
+    Example:
+        >>> from purestep.optim import scale_by_learning_rate
+        >>> tx = inject(scale_by_learning_rate)(learning_rate=0.5)
+        >>> params = {"w": torch.ones(1)}
+        >>> state = set_hyperparams(tx.init(params), learning_rate=0.25)
+        >>> tx.update(params, state, params)[0]["w"].item()
+        -0.25
+
     Only arguments of the call become leaves; defaults stay constants. A leaf is rounded to float32, a relative error of
     up to 6e-8: for ``b2=0.999``, ``1 - b2`` has a relative error of 1.3e-5, which is visible in float64.
 
@@ -48,14 +60,6 @@ def inject(
     Raises:
         ConfigError: a positional argument has no name in the factory's signature; at init, the factory builds a
             `from_torch`.
-
-    Example:
-        >>> from purestep.optim import scale_by_learning_rate
-        >>> tx = inject(scale_by_learning_rate)(learning_rate=0.5)
-        >>> params = {"w": torch.ones(1)}
-        >>> state = set_hyperparams(tx.init(params), learning_rate=0.25)
-        >>> tx.update(params, state, params)[0]["w"].item()
-        -0.25
     """
 
     def build(*positional: Any, **named: Any) -> Transform:

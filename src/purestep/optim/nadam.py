@@ -45,7 +45,7 @@ def scale_by_nadam(
     r"""Adam's direction with Nesterov momentum that warms up, as in `torch.optim.NAdam`.
 
     .. math:: \left( \frac{(1 - \mu_t) g_t}{1 - \pi_t} + \frac{\mu_{t+1} m_t}{1 - \pi_{t+1}} \right)
-        \Big/ (\sqrt{\hat v_t} + \epsilon), \quad
+        / (\sqrt{\hat v_t} + \epsilon), \quad
         \mu_t = \beta_1 (1 - 0.96^{t \psi} / 2), \quad \pi_t = \prod_{i \le t} \mu_i
 
     Args:

@@ -74,6 +74,12 @@ def masked(inner: Transform, mask: Mask) -> Transform:
 def freeze(mask: Mask) -> Transform:
     """Set the updates of the selected parameters to zero. Put it last in a chain, after weight decay.
 
+    Example:
+        >>> tx = freeze("encoder")
+        >>> params = {"encoder.weight": torch.ones(1), "head.weight": torch.ones(1)}
+        >>> [u.item() for u in tx.update(params, tx.init(params), params)[0].values()]
+        [0.0, 1.0]
+
     Use it for parameters that do not train in one phase of a run, or whose gradient counts in a global norm. It still
     costs a gradient and moments; a parameter with ``requires_grad=False`` costs neither. The frozen set is fixed when
     the program is built. To unfreeze, call ``ps.load_into(model, state)`` and ``model.requires_grad_(True)``, and
@@ -85,12 +91,6 @@ def freeze(mask: Mask) -> Transform:
     Raises:
         ConfigError: at init, the mask does not fit, as in `masked`.
         StateError: at update, the state belongs to other parameters.
-
-    Example:
-        >>> tx = freeze("encoder")
-        >>> params = {"encoder.weight": torch.ones(1), "head.weight": torch.ones(1)}
-        >>> [u.item() for u in tx.update(params, tx.init(params), params)[0].values()]
-        [0.0, 1.0]
     """
     return masked(set_to_zero(), mask)
 
@@ -115,6 +115,14 @@ class PartitionState(NamedTuple):
 def partition(transforms: Mapping[str, Transform], labels: Rules) -> Transform:
     r"""Apply a different transform to each group of parameters.
 
+    Example:
+        >>> from purestep.optim import scale
+        >>> tx = partition({"slow": scale(0.1), "fast": scale(1.0)}, [(r"^encoder\.", "slow"), ("", "fast")])
+        >>> params = {"encoder.w": torch.ones(1), "head.w": torch.ones(1)}
+        >>> updates, _ = tx.update(params, tx.init(params), params)
+        >>> [round(u.item(), 2) for u in updates.values()]
+        [0.1, 1.0]
+
     Args:
         transforms: label -> transform. A label without parameters costs nothing.
         labels: name -> label for every parameter; or ``(regular expression, label)`` pairs, searched in the name, where
@@ -123,14 +131,6 @@ def partition(transforms: Mapping[str, Transform], labels: Rules) -> Transform:
     Raises:
         ConfigError: at init, a parameter has no label, a label has no transform, or an expression matches no parameter.
         StateError: at update, the state belongs to other parameters.
-
-    Example:
-        >>> from purestep.optim import scale
-        >>> tx = partition({"slow": scale(0.1), "fast": scale(1.0)}, [(r"^encoder\.", "slow"), ("", "fast")])
-        >>> params = {"encoder.w": torch.ones(1), "head.w": torch.ones(1)}
-        >>> updates, _ = tx.update(params, tx.init(params), params)
-        >>> [round(u.item(), 2) for u in updates.values()]
-        [0.1, 1.0]
     """
     transforms = dict(transforms)
     labels = labels if callable(labels) or isinstance(labels, Mapping) else tuple(labels)

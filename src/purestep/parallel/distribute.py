@@ -47,6 +47,14 @@ def distribute(
     """Return the program for the processes of a mesh. Every step equals one process's step on the whole batch, up to
     rounding, dropout, and ``batchnorm="average"``; a loss that compares the rows of a batch needs `gather`.
 
+    Example:
+        >>> import torch, purestep as ps
+        >>> program = ps.program(torch.nn.Linear(2, 1), ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
+        >>> with ps.parallel.start() as mesh:  # alone: a mesh of one
+        ...     state = ps.distribute(program, mesh, params="replicate").init(seed=0)
+        >>> int(state.step)
+        0
+
     Every process calls the same functions in the same order, with its rows of each batch (`fit` cuts them, `share`
     does in a loop of one's own). The objective's weights weigh the processes' gradients, losses and metrics, so shares
     may differ in size. ``init`` returns this process's part of the state; `full` puts the whole together.
@@ -92,14 +100,6 @@ def distribute(
         RankError: ``params`` shards, and the mesh has ``shard=1``; it has ``tensor`` processes without a plan, or a
             plan without processes; the program is distributed already; it is no program of `purestep.program`. From
             train_step: processes run other blocks of ``units``.
-
-    Example:
-        >>> import torch, purestep as ps
-        >>> program = ps.program(torch.nn.Linear(2, 1), ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
-        >>> with ps.parallel.start() as mesh:  # alone: a mesh of one
-        ...     state = ps.distribute(program, mesh, params="replicate").init(seed=0)
-        >>> int(state.step)
-        0
     """
     static = program.static
     if static is None or program.init is None or program.bind is None or program.eval_step is None:

@@ -50,6 +50,18 @@ def for_evaluation(state: TrainState) -> TrainState:
 def view(state: TrainState, view: str | None = None) -> TrainState:
     """Return the state to evaluate, bind or export, with the weights of the view as its parameters.
 
+    Example:
+        >>> import torch, purestep as ps
+        >>> net = torch.nn.Linear(2, 1)
+        >>> program = ps.program(net, ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1), ema=0.9)
+        >>> state, batch = program.init(), (torch.ones(4, 2), torch.ones(4, 1))
+        >>> for _ in range(2):
+        ...     state, _ = program.train_step(state, batch)
+        >>> torch.equal(ps.view(state).params["bias"], state.ema.params["bias"])
+        True
+        >>> torch.equal(ps.view(state, "params").params["bias"], state.params["bias"])
+        True
+
     `fit`, `evaluate`, ``program.eval_step``, ``program.bind``, `export_weights` and `load_into` all use the view "ema"
     of a state that has an average, unless ``view="params"`` says otherwise. They return the same for a view of a state
     as for the state and that ``view``: its average is replaced too.
@@ -64,18 +76,6 @@ def view(state: TrainState, view: str | None = None) -> TrainState:
     Raises:
         StateError: the state has no average, or is not a TrainState.
         ConfigError: ``view`` has another value.
-
-    Example:
-        >>> import torch, purestep as ps
-        >>> net = torch.nn.Linear(2, 1)
-        >>> program = ps.program(net, ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1), ema=0.9)
-        >>> state, batch = program.init(), (torch.ones(4, 2), torch.ones(4, 1))
-        >>> for _ in range(2):
-        ...     state, _ = program.train_step(state, batch)
-        >>> torch.equal(ps.view(state).params["bias"], state.ema.params["bias"])
-        True
-        >>> torch.equal(ps.view(state, "params").params["bias"], state.params["bias"])
-        True
     """
     value: Any = state
     if not isinstance(value, TrainState):

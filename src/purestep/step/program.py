@@ -55,6 +55,15 @@ def program(
 ) -> Program:
     """Build pure steps from a module, an objective and a gradient transformation.
 
+    Example:
+        >>> import torch, purestep as ps
+        >>> net = torch.nn.Linear(2, 1)
+        >>> program = ps.program(net, ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
+        >>> state = program.init(seed=0)
+        >>> new, metrics = program.train_step(state, (torch.ones(4, 2), torch.ones(4, 1)))
+        >>> int(state.step), int(new.step), float(metrics["applied"])
+        (0, 1, 1.0)
+
     Threads of one process may share a program: its steps take turns, since they draw from torch's global generator and
     put the weights of their state into one weightless copy of the module. A callable of ``bind`` is for one thread at a
     time.
@@ -104,15 +113,6 @@ def program(
         DataError: from train_step: the batch is on another device than the state, or cannot be split.
         StepContractError: from train_step: the objective does not return a `Loss` with a scalar mean, or the
             transformation does not return an update for each parameter.
-
-    Example:
-        >>> import torch, purestep as ps
-        >>> net = torch.nn.Linear(2, 1)
-        >>> program = ps.program(net, ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
-        >>> state = program.init(seed=0)
-        >>> new, metrics = program.train_step(state, (torch.ones(4, 2), torch.ones(4, 1)))
-        >>> int(state.step), int(new.step), float(metrics["applied"])
-        (0, 1, 1.0)
     """
     _check_choices(accumulate=accumulate, microbatches=microbatches, tail=tail, engine=engine, nonfinite=nonfinite)
     _check_parts(model, objective, tx)

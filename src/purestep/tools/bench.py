@@ -62,6 +62,12 @@ def benchmark(
 ) -> Report:
     """Time one step, or two steps in alternation.
 
+    Example:
+        >>> import torch
+        >>> report = benchmark(lambda s, b: (s + b, {}), torch.zeros(()), torch.ones(()), calls=2, blocks=2)
+        >>> len(report.timings)
+        1
+
     Two steps take turns of ``calls`` calls, so that changes in the speed of the machine affect both. The one that was
     second begins the next round. Each turn starts with one more call that is not timed, since caches hold the other
     step's memory; on a CPU with several threads it starts with 20 ms of rest, since the threads of a step spin for
@@ -82,12 +88,6 @@ def benchmark(
 
     Raises:
         ConfigError: ``calls`` or ``blocks`` is too small.
-
-    Example:
-        >>> import torch
-        >>> report = benchmark(lambda s, b: (s + b, {}), torch.zeros(()), torch.ones(()), calls=2, blocks=2)
-        >>> len(report.timings)
-        1
     """
     check_count("benchmark", least=1, calls=calls)
     check_count("benchmark", least=2, blocks=blocks)

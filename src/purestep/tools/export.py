@@ -30,6 +30,20 @@ def export_weights(
 ) -> None:
     """Write the weights to a file under the module's ``state_dict`` keys, atomically.
 
+    Example:
+        >>> import tempfile, torch
+        >>> from pathlib import Path
+        >>> from purestep.objective import supervised
+        >>> from purestep.optim import sgd
+        >>> from purestep.step import program
+        >>> model = torch.nn.Linear(2, 1)
+        >>> trained = program(model, supervised(torch.nn.MSELoss()), sgd(0.1))
+        >>> path = Path(tempfile.mkdtemp()) / "model.safetensors"
+        >>> export_weights(path, trained, trained.init())
+        >>> from safetensors.torch import load_file
+        >>> model.load_state_dict(load_file(path))
+        <All keys matched successfully>
+
     ``module.load_state_dict(...)`` accepts the file. It contains tied parameters under all of their names, and neither
     non-persistent buffers nor tensors of the objective. The result of a module's ``get_extra_state`` is not part of a
     state, so it is missing.
@@ -54,20 +68,6 @@ def export_weights(
         ConfigError: the suffix or the view is unknown, a pattern matches nothing, or the program has no ``static``.
         StateError: the view is "ema", and the state has no EMA.
         WriteFailed: the file could not be written; an older file at ``path`` is unchanged.
-
-    Example:
-        >>> import tempfile, torch
-        >>> from pathlib import Path
-        >>> from purestep.objective import supervised
-        >>> from purestep.optim import sgd
-        >>> from purestep.step import program
-        >>> model = torch.nn.Linear(2, 1)
-        >>> trained = program(model, supervised(torch.nn.MSELoss()), sgd(0.1))
-        >>> path = Path(tempfile.mkdtemp()) / "model.safetensors"
-        >>> export_weights(path, trained, trained.init())
-        >>> from safetensors.torch import load_file
-        >>> model.load_state_dict(load_file(path))
-        <All keys matched successfully>
     """
     target = local_path("export_weights", path=path)
     if target.suffix not in (".safetensors", ".pt", ".pth"):

@@ -51,6 +51,15 @@ def find_learning_rate(
 ) -> RateSweep:
     r"""Train a copy of the state while the learning rate grows, and return the losses: the learning rate range test.
 
+    Example:
+        >>> import torch, purestep as ps
+        >>> tx = ps.optim.inject(ps.optim.sgd)(learning_rate=0.1)
+        >>> program = ps.program(torch.nn.Linear(2, 1), ps.supervised(torch.nn.MSELoss()), tx)
+        >>> batches = [(torch.ones(4, 2), torch.ones(4, 1))]
+        >>> sweep = find_learning_rate(program, program.init(), batches, low=1e-3, high=10.0, steps=20)
+        >>> len(sweep.rates) == len(sweep.losses), sweep.diverged is not None
+        (True, True)
+
     Update i of n uses the learning rate :math:`low \cdot (high / low)^{i / (n - 1)}`. The losses are smoothed as in
     Lightning and fastai: :math:`s_i = a_i / (1 - \beta^i)` with :math:`a_i = \beta a_{i-1} + (1 - \beta) l_i`. The
     suggestion is the learning rate at which they fall fastest over its logarithm; like Lightning's it ignores the first
@@ -86,15 +95,6 @@ def find_learning_rate(
 
     References:
         Smith, 2017, Cyclical Learning Rates for Training Neural Networks.
-
-    Example:
-        >>> import torch, purestep as ps
-        >>> tx = ps.optim.inject(ps.optim.sgd)(learning_rate=0.1)
-        >>> program = ps.program(torch.nn.Linear(2, 1), ps.supervised(torch.nn.MSELoss()), tx)
-        >>> batches = [(torch.ones(4, 2), torch.ones(4, 1))]
-        >>> sweep = find_learning_rate(program, program.init(), batches, low=1e-3, high=10.0, steps=20)
-        >>> len(sweep.rates) == len(sweep.losses), sweep.diverged is not None
-        (True, True)
     """
     _check_numbers(low, high, steps, smoothing, divergence)
     stacked.check_single(state, where="find_learning_rate")
