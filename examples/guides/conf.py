@@ -71,7 +71,7 @@ SECTIONS = {
     "Recipes": "classifier finetune diffusion models optimizers metrics data two_datasets teachers precision memory",
     "More": "loop processes jobs ensembles search derivatives gradients",
     "Moving over": "moving from_loop from_lightning from_trainer from_accelerate from_keras",
-    "About": "faq limits platforms measure architecture tests",
+    "About": "faq limits trust platforms measure architecture tests",
 }
 """The guides, in the order of the menu."""
 
@@ -82,7 +82,7 @@ def menu() -> str:
     """Hidden lists of pages, which README.md has on the site alone."""
     parts = {"": OTHERS[:3]}
     parts |= {title: [f"examples/guides/{name}" for name in names.split()] for title, names in SECTIONS.items()}
-    parts["Project"] = [*OTHERS[3:], "CONTRIBUTING"]
+    parts["Project"] = [*OTHERS[3:], "CONTRIBUTING", "SECURITY"]
     lists = [f":caption: {title}\n\n" + "\n".join(pages) for title, pages in parts.items()]
     return "".join(f"\n```{{toctree}}\n:hidden:\n{text}\n```\n" for text in lists).replace(":caption: \n", "")
 

@@ -156,7 +156,7 @@ def test_an_order_that_two_draws_change_is_told_at_the_start(name: str, caplog: 
     open_feed(SAMPLERS[name](), name="mine")
     assert len(told(caplog)) == (name not in SEEN_LATER)
     for message in told(caplog):
-        assert "is no function of seed and epoch" in message
+        assert "is not a function of seed and epoch" in message
         assert "(cure: " in message
         assert message.endswith("or give the loader state_dict() and load_state_dict())")
 

@@ -200,7 +200,7 @@ class Feed(ABC):
         if expected is not None and expected[0] == epoch and expected[1] != found:
             _log.warning(
                 "%s: epoch %d begins with another batch than in the interrupted run, so the resumed run is not the "
-                "same bit for bit: the order is no function of seed and epoch (cure: define state_dict() and "
+                "same bit for bit: the order is not a function of seed and epoch (cure: define state_dict() and "
                 "load_state_dict(); or draw from torch's, numpy's or Python's global generator in set_epoch and "
                 "__iter__)",
                 *(self.name, epoch + 1),

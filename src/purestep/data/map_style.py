@@ -339,7 +339,7 @@ class IndexedFeed(Feed):
             yield from chunk
 
     def _check_sampler(self) -> None:
-        """Warn of a sampler of the user whose order is no function of seed and epoch. A copy of it is drawn."""
+        """Warn of a sampler of the user whose order is not a function of seed and epoch. A copy of it is drawn."""
         sampler = self._own_sampler()
         parts = [sampler, getattr(sampler, "sampler", sampler)]
         own = [part for part in parts if not type(part).__module__.startswith(("torch.utils.data.", "torchdata."))]
@@ -354,7 +354,7 @@ class IndexedFeed(Feed):
                 return
         if len(set(orders)) != 1:
             _log.warning(
-                "%s: the order of the %s is no function of seed and epoch: two draws under one seed differ, so a "
+                "%s: the order of the %s is not a function of seed and epoch: two draws under one seed differ, so a "
                 "resumed run will not be the same bit for bit, and evaluations will not see the same items (cure: keep "
                 "no state from epoch to epoch but the number that set_epoch gives, and draw from torch's, numpy's or "
                 "Python's global generator; or give the loader state_dict() and load_state_dict())",

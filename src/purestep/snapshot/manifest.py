@@ -252,7 +252,7 @@ def as_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
     """
     found: dict[str, float] = {}
     if metrics is not None and not isinstance(metrics, Mapping):
-        text = f"a {type(metrics).__qualname__} is no mapping"
+        text = f"a {type(metrics).__qualname__} is not a mapping"
         raise SnapshotError(text, where="metrics", hint='metrics={"val_loss": 0.5}')
     for name, value in (metrics or {}).items():
         try:
