@@ -205,8 +205,8 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-_TORCHS = frozenset(vars(nn.Module()))
-"""Attributes of every module."""
+_TORCHS = frozenset(vars(nn.Module())) | {hidden.FLAT_WEIGHTS}
+"""Attributes of every module, and the weights of recurrent layers, which follow those of the state."""
 
 
 def _written(name: str, how: str) -> StepContractError:
