@@ -110,5 +110,5 @@ def test_a_teacher_in_train_mode_is_refused() -> None:
         return ps.Loss(loss_of(model, teacher, torch.ones(3), batch), len(batch[1]))
 
     program = ps.program(network(), objective, ps.optim.sgd(RATE))
-    with pytest.raises(ps.errors.StepContractError, match=r"mean_teacher\.py:\d+: the step writes a tensor.*\.eval\(\)"):
+    with pytest.raises(ps.errors.StepContractError, match=r"teacher\.py:\d+: the step writes a tensor.*\.eval\(\)"):
         ps.fit(program.init(), BATCHES, program, epochs=1, progress=False)
