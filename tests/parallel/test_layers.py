@@ -176,7 +176,7 @@ ORDERS = {
     "dropped last": r"is the loss in process 0, the parameters of blocks\.1 in process 1",
     "dropped in the second call": r"is the loss in process 0, the parameters of blocks\.1 in process 1",
     "dropped all": r"is the loss in process 0, the parameters of blocks\.0 in process 1",
-    "later": r"train: .*collective 1 of the call is the parameters of blocks\.0 in process 0, .*blocks\.1 in process 1",
+    "later": r"train: .*collective \d+ since .* is the parameters of blocks\.0 in process 0, .*blocks\.1 in process 1",
     "dropped in a checked call": r"is the loss in process 0, the parameters of blocks\.0 in process 1",
 }
 

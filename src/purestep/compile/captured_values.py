@@ -224,8 +224,10 @@ class _Places:
             for key in keys if len(held) <= _MAX_ITEMS else ():
                 self._item(f"{path}[{key!r}]", held, key)
         elif isinstance(value, nn.Module):
-            numbers = {name for name, held in vars(value).items() if isinstance(held, _SCALARS) and name[0] != "_"}
-            self._named(path, value, (names | numbers) - {"training"})
+            plain = {
+                name for name, held in vars(value).items() if isinstance(held, (*_SCALARS, Tensor)) and name[0] != "_"
+            }
+            self._named(path, value, (names | plain) - {"training"})
         elif not isinstance(value, types.FunctionType | types.BuiltinFunctionType):
             self._named(path, value, _with_methods(value, names))
 
