@@ -131,7 +131,7 @@ def test_row_28_random_augmentation_in_workers(tmp_path: Path, caplog: pytest.Lo
 def test_row_28_fails_without_seeds_of_the_items(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(map_style.Batches, "_item", lambda self, ticket, index: self._dataset[index])
+    monkeypatch.setattr(map_style.Batches, "_item", lambda self, ticket, index: self.users_dataset[index])
     fails(lambda: test_row_28_random_augmentation_in_workers(tmp_path, caplog))
 
 
