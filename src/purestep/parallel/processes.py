@@ -168,7 +168,8 @@ def _read(message: Tensor, rank: int) -> Any:
 class Channel:
     """Messages between process 0 and each other one, for one thread of each process while others make collectives.
 
-    It is a collective to create one: it has a group of its own. Without a mesh of several processes it has no peers.
+    Every process creates a channel at the same call, since a channel starts a separate group of torch. Without a mesh
+    of several processes a channel has no peers.
     """
 
     def __init__(self) -> None:
@@ -241,9 +242,9 @@ def first(function: Callable[[], T]) -> T:
     if (mesh := meshes.here()).size == 1:
         return function()
     value, error = _outcome(function) if mesh.rank == 0 else (None, None)
-    value, sent = from_process((value, _sent(error)), 0)
+    value, sent = from_process((value, error_sent(error)), 0)
     if sent is not None:
-        raise error or _received(0, sent)
+        raise error or error_received(sent, rank=0)
     return cast(T, value)
 
 
@@ -257,8 +258,8 @@ def together(function: Callable[[], T], *, mild: type[Exception] | tuple[type[Ex
     if (mesh := meshes.here()).size == 1:
         return [function()]
     value, own = _outcome(function)
-    found = gathered((value, _sent(own)))
-    failed = [(rank, _received(rank, sent)) for rank, (_, sent) in enumerate(found) if sent is not None]
+    found = gathered((value, error_sent(own)))
+    failed = [(rank, error_received(sent, rank=rank)) for rank, (_, sent) in enumerate(found) if sent is not None]
     if failed:
         rank, error = min(failed, key=lambda entry: (isinstance(entry[1], mild), entry[0]))
         raise own if rank == mesh.rank and own is not None else error
@@ -272,19 +273,32 @@ def _outcome(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return None, error
 
 
-def _sent(error: Exception | None) -> tuple[Any, ...] | None:
-    """An error as plain values."""
+def error_sent(error: Exception | None) -> tuple[Any, ...] | None:
+    """An error as plain values, for `error_received` in another process.
+
+    Example:
+        >>> sent = error_sent(errors.NotFound("no snapshot", where="runs/1", hint="save one"))
+        >>> str(error_received(sent))
+        'runs/1: no snapshot (cure: save one)'
+    """
     if isinstance(error, PurestepError):
         return type(error).__name__, error.what, error.where, error.hint, getattr(error, "errno", None)
     return None if error is None else ("RankError", f"{type(error).__name__}: {error}", "", "", None)
 
 
-def _received(rank: int, sent: tuple[Any, ...]) -> PurestepError:
-    """The error of another process: of its class if it is one of purestep, else a RankError."""
+def error_received(sent: tuple[Any, ...], *, rank: int | None = None) -> PurestepError:
+    """The error of another process: of its class if it is one of purestep, else a RankError.
+
+    Args:
+        sent: from `error_sent`.
+        rank: the process that the message names; None if its text does.
+    """
     name, what, where, hint, number = sent
     kind = getattr(errors, name, None)
     kind = kind if isinstance(kind, type) and issubclass(kind, PurestepError) else PurestepError
-    found: Any = kind(what, where=f"process {rank}" + (f", {where}" if where else ""), hint=hint)
+    if rank is not None:
+        where = f"process {rank}" + (f", {where}" if where else "")
+    found: Any = kind(what, where=where, hint=hint)
     if number is not None:
         found.errno = number
     return found

@@ -112,12 +112,12 @@ def _help(job: Job) -> None:
     except Exception as error:
         failure = _failed(job, error, f"process {job.channel.rank}")
     try:
-        job.channel.send([{name: list(file) for name, file in files.items()}, _sent(failure)], 0)
+        job.channel.send([{name: list(file) for name, file in files.items()}, processes.error_sent(failure)], 0)
         sent = job.channel.receive(0)
     except RankError as error:
         raise _failed(job, error, f"step {job.manifest.step}") from error
     if sent is not None:
-        raise _received(sent)
+        raise processes.error_received(sent)
 
 
 def _files_of(job: Job, rank: int) -> dict[str, File]:
@@ -129,7 +129,7 @@ def _files_of(job: Job, rank: int) -> dict[str, File]:
     """
     files, failure = job.channel.receive(rank)
     if failure is not None:
-        raise _received(failure)
+        raise processes.error_received(failure)
     return {name: File(*file) for name, file in files.items()}
 
 
@@ -137,18 +137,7 @@ def _answer(job: Job, failure: WriteFailed | None) -> None:
     """Tell the other processes how the save has ended."""
     for rank in range(1, job.channel.size):
         with suppress(RankError):
-            job.channel.send(_sent(failure), rank)
-
-
-def _sent(failure: WriteFailed | None) -> list[Any] | None:
-    return None if failure is None else [failure.what, failure.where, failure.hint, failure.errno]
-
-
-def _received(sent: list[Any]) -> WriteFailed:
-    what, where, hint, number = sent
-    failed = WriteFailed(what, where=where, hint=hint)
-    failed.errno = number
-    return failed
+            job.channel.send(processes.error_sent(failure), rank)
 
 
 def _failed(job: Job, error: Exception, who: str) -> WriteFailed:
@@ -158,7 +147,9 @@ def _failed(job: Job, error: Exception, who: str) -> WriteFailed:
     else:
         size = sum(buffer.numel() * buffer.itemsize for buffer in job.buffers.values())
         failed = write_failed(job.root / str(job.manifest.step), error, size=size)
-    return _received([f"{who}: {failed.what}", failed.where, failed.hint, getattr(failed, "errno", None)])
+    named = WriteFailed(f"{who}: {failed.what}", where=failed.where, hint=failed.hint)
+    named.errno = getattr(failed, "errno", None)
+    return named
 
 
 def _write_part(job: Job, part: int) -> dict[str, File]:
