@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..errors import ConfigError, DataError, RankError
+from ..errors import ConfigError, RankError
 from ..metrics import Gathered
 from ..model import check_real
 from ..optim import base, numerics
@@ -182,14 +182,10 @@ def share(batch: Batch, mesh: Mesh) -> Share:
     """
     from ..step import microbatch
 
-    try:
-        count = microbatch.count_rows(batch)
-    except DataError as error:
-        hint = "give values that all rows share by a closure of the objective, as context or as a buffer of the model"
-        what = error.what.replace("1 micro-batches need", f"the {mesh.batch_size} shares of the processes need")
-        what = what.replace("split into 1 micro-batches", f"divide into {mesh.batch_size} shares")
-        raise DataError(what, where=error.where, hint=hint) from None
     at, width = mesh.batch_rank, mesh.batch_size
+    cure = "give values that all rows share by a closure of the objective, as context or as a buffer of the model"
+    words = microbatch.Words("divide into {} shares", "the {} shares of the processes", cure, cure)
+    count = microbatch.count_rows(batch, width, words)
     first, end = count * at // width, count * (at + 1) // width
     rows = microbatch.rows(batch, first, end) if end > first else microbatch.rows(batch, 0, 1)
     device = next((leaf.device for leaf in tree.leaves(rows) if isinstance(leaf, Tensor)), None)

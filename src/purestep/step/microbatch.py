@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from torch import Tensor
@@ -21,13 +21,30 @@ from ..torch_ext import tensor_layout
 from ..types import Batch
 
 
+class Words(NamedTuple):
+    """Texts of messages; ``{}`` stands for the number of parts."""
+
+    divide: str  # to divide a batch into parts
+    parts: str
+    empty_cure: str  # of a batch without rows
+    uneven_cure: str  # of tensors with different numbers of rows
+
+
+MICRO = Words(
+    "split into {} micro-batches",
+    "{} micro-batches",
+    "set microbatches=1",
+    "pass values that must not be split as context, or set microbatches=1",
+)
+
+
 def split(batch: Batch, count: int) -> Iterator[Batch]:
     """Split a batch into ``count`` parts of consecutive rows; the first parts are the longer ones, as in torch.
 
     Raises:
         DataError: there is nothing to split, numbers of rows differ, a list is ambiguous, or there are too few rows.
     """
-    number, listed = _rows_and_lists(batch, count)
+    number, listed = _rows_and_lists(batch, count, MICRO)
     if number < count:
         hint = "set drop_last=True in the loader if it is the last batch of an epoch, or use fewer microbatches"
         raise DataError(f"the batch has {number} rows, too few for {count} micro-batches", where="batch", hint=hint)
@@ -45,13 +62,18 @@ def split(batch: Batch, count: int) -> Iterator[Batch]:
         yield tree.unflatten(treedef, [_part(leaf, start, end, listed) for leaf in leaves])
 
 
-def count_rows(batch: Batch) -> int:
+def count_rows(batch: Batch, count: int = 1, words: Words = MICRO) -> int:
     """The number of rows that `split` can divide.
+
+    Args:
+        batch: of the rows.
+        count: number of parts, for messages.
+        words: of the parts, for messages.
 
     Raises:
         DataError: there is nothing to split, numbers of rows differ, or a list is ambiguous.
     """
-    return _rows_and_lists(batch, 1)[0]
+    return _rows_and_lists(batch, count, words)[0]
 
 
 def rows(batch: Batch, first: int, end: int) -> Batch:
@@ -60,7 +82,7 @@ def rows(batch: Batch, first: int, end: int) -> Batch:
     Raises:
         DataError: as `count_rows`.
     """
-    _, listed = _rows_and_lists(batch, 1)
+    _, listed = _rows_and_lists(batch, 1, MICRO)
     leaves, treedef = tree.flatten(batch, is_leaf=lambda node: id(node) in listed)
     return tree.unflatten(treedef, [_part(leaf, first, end, listed) for leaf in leaves])
 
@@ -69,7 +91,7 @@ def _part(leaf: Any, start: int, end: int, listed: Mapping[int, Any]) -> Any:
     return leaf[start:end] if id(leaf) in listed or _has_rows(leaf) else leaf
 
 
-def _rows_and_lists(batch: Batch, count: int) -> tuple[int, dict[int, Any]]:
+def _rows_and_lists(batch: Batch, count: int, words: Words) -> tuple[int, dict[int, Any]]:
     """The number of rows, and the lists with one entry for each row, by id."""
     lists = list(_lists(batch, is_batch=True))
     inside = {id(leaf) for node in lists for leaf in tree.leaves(node)}
@@ -80,8 +102,8 @@ def _rows_and_lists(batch: Batch, count: int) -> tuple[int, dict[int, Any]]:
     elif lists:
         number = len((examples or [node for node in lists if _sizes(node)] or lists)[0])
     else:
-        hint = "set microbatches=1"
-        raise DataError(f"the batch holds no tensor to split into {count} micro-batches", where="batch", hint=hint)
+        what = f"the batch holds no tensor to {words.divide.format(count)}"
+        raise DataError(what, where="batch", hint=words.empty_cure)
     listed = {id(node): node for node in _of_length(lists, number)}
     if not any(len(node) == number for node in examples):  # which no columns can be
         for node in listed.values():
@@ -100,9 +122,9 @@ def _rows_and_lists(batch: Batch, count: int) -> tuple[int, dict[int, Any]]:
             first = next(iter(found))
             others = f"{found[first]} rows in {first}" if found[first] != size else f"{number} entries in a list"
             raise DataError(
-                f"{others} and {size} rows in {path}; {count} micro-batches need equal numbers of rows",
+                f"{others} and {size} rows in {path}; {words.parts.format(count)} need equal numbers of rows",
                 where="batch",
-                hint="pass values that must not be split as context, or set microbatches=1",
+                hint=words.uneven_cure,
             )
     return number, listed
 
