@@ -179,8 +179,8 @@ def refused(where: str, error: Exception, cure: str) -> StepContractError | None
         found = "activation checkpointing and other hooks of saved tensors have no rule for it"
         cure = (
             "pass a program of the model without torch.utils.checkpoint (gradient_checkpointing_disable() of Hugging "
+            "Face's models); its weights have the same names"
         )
-        cure += "Face's models); its weights have the same names"
     elif "doesn't have storage" in text:  # said of a mapped tensor
         found = "an operation needs a tensor's own memory (as of packed sequences)"
     elif "mutate a captured Tensor" in text:

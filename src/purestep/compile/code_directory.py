@@ -19,6 +19,7 @@ from pathlib import Path
 _log = logging.getLogger("purestep")
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
+_WRITABLE = "is one that others can write"
 
 
 def directory(*, whole: bool = False) -> Path:
@@ -69,7 +70,7 @@ def _chosen(given: str, whole: bool) -> Path:
         other = Path(tempfile.mkdtemp(prefix="purestep_"))
         atexit.register(shutil.rmtree, other, ignore_errors=True)
     cure = f"set {_VARIABLE} to a directory of yours"
-    if "others can write" in problem:  # mode 0700, because torch writes more files there, by the user's umask
+    if problem.startswith(_WRITABLE):  # mode 0700, because torch writes more files there, by the user's umask
         cure += f", or chmod -R go= {given} if you trust all that it contains"
     _log.warning("%s %s: compiled code is kept in %s (cure: %s)", given, problem, other, cure)
     return other
@@ -84,7 +85,7 @@ def _problem(place: Path) -> str:
         return f"cannot be used ({error.strerror})"
     if not (_is_owners(link) and _is_owners(found)):
         return "belongs to another user"
-    return f"is one that others can write (mode {stat.S_IMODE(found.st_mode):o})" if found.st_mode & _OTHERS else ""
+    return f"{_WRITABLE} (mode {stat.S_IMODE(found.st_mode):o})" if found.st_mode & _OTHERS else ""
 
 
 def _problem_inside(place: Path) -> str:

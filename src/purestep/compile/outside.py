@@ -139,7 +139,7 @@ class Writes(_Writes):
     def __init__(self) -> None:
         super().__init__()
         self.found: dict[int, tuple[Tensor, tuple[str, str, str]]] = {}
-        """by storage: the tensor, and what `written` says"""
+        """by storage: the tensor, which keeps it alive, and the result of `written`"""
         self._own: set[int] = set()  # storages that the call has allocated
 
     def is_outside(self, value: Any) -> bool:
@@ -170,7 +170,7 @@ _STATISTICS = ("running_mean", "running_var")
 
 
 def written(leaf: Tensor) -> tuple[str, str, str]:
-    """What is wrong, where, and the cure, for a write of a tensor outside."""
+    """The parts of a message for a write of a tensor outside: the problem, the line, the cure."""
     frame = sys._getframe()  # pyright: ignore[reportPrivateUsage]
     while frame.f_back is not None and frame.f_code.co_filename.startswith(tracing.LIBRARIES):
         frame = frame.f_back

@@ -11,6 +11,6 @@ from .functional import OBJECTIVE as OBJECTIVE
 from .functional import Inference as Inference
 from .functional import Template as Template
 from .template import check_real as check_real
-from .template import check_whole as check_whole
+from .template import check_uncut as check_uncut
 from .template import unwrapped as unwrapped
 from .template import wrappers as wrappers

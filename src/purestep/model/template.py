@@ -35,7 +35,7 @@ def wrappers(module: nn.Module) -> tuple[str, ...]:
     return tuple(dict.fromkeys(kind for part in module.modules() if (kind := wrapper(part))))
 
 
-def check_whole(module: nn.Module) -> None:
+def check_uncut(module: nn.Module) -> None:
     """Check that no other tool has cut the parameters of a module into the pieces of several processes.
 
     Raises:

@@ -119,10 +119,10 @@ def leaves_of(names: Sequence[str], leaves: Sequence[Leaf], ties: Mapping[str, s
             continue
         what, hint = f"the unit {unit} has no parameters in pieces", 'params="shard", or leave the unit out'
         for leaf in leaves:
-            names = [leaf.name, *(alias for alias, name in ties.items() if name == leaf.name)]
-            inside = [name for name in names if name.startswith(f"{unit}.")]
+            tied = [leaf.name, *(alias for alias, name in ties.items() if name == leaf.name)]
+            inside = [name for name in tied if name.startswith(f"{unit}.")]
             if leaf.is_cut and inside:
-                outside = next(name for name in names if name not in inside)
+                outside = next(name for name in tied if name not in inside)
                 what = f"{inside[0]} of the unit {unit} is tied to {outside}, so that it is gathered for the whole call"
                 hint = "leave the unit out of units=[...]: it has no other parameters in pieces"
         raise ConfigError(what, where=_WHERE, hint=hint)

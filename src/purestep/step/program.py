@@ -17,7 +17,7 @@ from .. import optim
 from .. import precision as precision_
 from .. import scaler as scaler_
 from ..errors import ConfigError
-from ..model import check_whole, functional, unwrapped, wrappers
+from ..model import check_uncut, functional, unwrapped, wrappers
 from ..optim import arguments
 from ..state import check_choice, check_count, is_number, known_keywords
 from ..torch_ext import hidden
@@ -228,7 +228,7 @@ def _static(spec: Spec, made: Made, versions: dict[str, Any]) -> Static:
 def _check_parts(model: Any, objective: Any, tx: Any) -> None:
     if not isinstance(model, nn.Module):
         raise ConfigError(f"the model is a {type(model).__name__}", where="program", hint="pass a torch.nn.Module")
-    check_whole(model)
+    check_uncut(model)
     if isinstance(objective, nn.Module) or not callable(objective):
         raise ConfigError(
             f"the objective is a {type(objective).__name__}",
