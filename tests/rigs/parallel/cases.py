@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import importlib
 import itertools
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -213,11 +213,18 @@ def rows_gathered() -> dict[str, Any]:
                 program.init(), share(batch, mesh, "uneven")
             ),
         }
-        for name, call in errors.items():
-            try:
-                found[name] = f"returned {call()}"
-            except ps.errors.PurestepError as error:
-                found[name] = str(error)
+        found |= refusals(errors)
+    return found
+
+
+def refusals(calls: Mapping[str, Callable[[], Any]]) -> dict[str, str]:
+    """The error of each call; for one that raises none, its result."""
+    found: dict[str, str] = {}
+    for name, call in calls.items():
+        try:
+            found[name] = f"returned {call()}"
+        except ps.errors.PurestepError as error:
+            found[name] = str(error)
     return found
 
 

@@ -154,7 +154,6 @@ def runs() -> dict[str, list[float]]:
 
 def refusals() -> dict[str, str]:
     """Errors of what several processes do not take, in this process."""
-    found: dict[str, str] = {}
     with ps.parallel.start(timeout=60, shard=2) as mesh:
         one, rank = ps.distribute(fitting.program(), mesh, params="shard"), mesh.rank
         split = random_split(fitting.dataset(), [30, 7], generator=torch.Generator().manual_seed(rank))
@@ -167,12 +166,7 @@ def refusals() -> dict[str, str]:
             "a buffer": lambda: _stepped(ps.distribute(cases.counting(), mesh), batch, mesh),
             "a mask": lambda: ps.parallel.share({"x": batch[0], "mask": torch.ones(4, 4)}, mesh),
         }
-        for name, call in calls.items():
-            try:
-                found[name] = f"returned {call()}"
-            except ps.errors.PurestepError as error:
-                found[name] = str(error)
-    return found
+        return cases.refusals(calls)
 
 
 def _stepped(program: ps.Program, batch: Any, mesh: ps.parallel.Mesh) -> Any:
