@@ -72,6 +72,6 @@ def draw(record: dict[str, Any], target: Path) -> None:
 if __name__ == "__main__":
     source, target = (*sys.argv[1:], *[""] * 2)[:2]
     draw(
-        json.loads(Path(source or RESULTS / "cpu-intel" / "results.json").read_text()),
+        json.loads(Path(source or RESULTS / "cpu" / "results.json").read_text()),
         Path(target or RESULTS / "speed.png"),
     )
