@@ -69,6 +69,14 @@ def fit(
 ) -> FitResult:
     """Train: compose a program's steps, evaluation and snapshots.
 
+    Example:
+        >>> import torch, purestep as ps
+        >>> program = ps.program(torch.nn.Linear(2, 1), ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
+        >>> batch = (torch.ones(4, 2), torch.ones(4, 1))
+        >>> result = ps.fit(program.init(), {"train": [batch] * 5, "val": [batch]}, program, epochs=3, progress=False)
+        >>> result.epochs, result.stop_reason, len(result.history["val_loss"])
+        (3, 'epochs', 3)
+
     Args:
         init_state: from ``program.init(seed=0)``, or any pytree of tensors that the program's step takes. It stays
             valid unless ``donate="init"``.
@@ -101,8 +109,8 @@ def fit(
     all of them.
 
     Returns:
-        `FitResult`: the last state, the history, the best epoch, the number
-        of epochs and why it ended; ``result.best_state`` is the state of the best epoch. The module is not written.
+        `FitResult`: the last state, the history, the best epoch, the number of epochs and why it ended;
+        ``result.best_state`` is the state of the best epoch. The module is not written.
 
     Raises:
         ConfigError: settings that do not exist or contradict each other; a run in another thread of this process; after
@@ -118,14 +126,6 @@ def fit(
             or snapshots; a loader that cannot be divided among them; a process that ended or does not answer.
         KeyboardInterrupt, SystemExit: Ctrl-C, SIGTERM (status 143), or raised by a callback; the state is saved, and
             ``error.result`` has it. A second Ctrl-C or SIGTERM ends the run at once, without either.
-
-    Example:
-        >>> import torch, purestep as ps
-        >>> program = ps.program(torch.nn.Linear(2, 1), ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
-        >>> batch = (torch.ones(4, 2), torch.ones(4, 1))
-        >>> result = ps.fit(program.init(), {"train": [batch] * 5, "val": [batch]}, program, epochs=3, progress=False)
-        >>> result.epochs, result.stop_reason, len(result.history["val_loss"])
-        (3, 'epochs', 3)
     """
     settings = inputs.settings(config, fields)
     ready = inputs.checked_program(program)
