@@ -23,6 +23,8 @@ def configurations(monkeypatch: pytest.MonkeyPatch) -> list[tuple[type[torch.opt
     stub: Any = types.ModuleType("expecttest")
     stub.TestCase, stub.assert_expected_inline = unittest.TestCase, None
     monkeypatch.setitem(sys.modules, "expecttest", stub)
+    # The module forbids, for the whole process, to set flags of torch.backends.
+    monkeypatch.setattr(torch.backends, "disable_global_flags", lambda: None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         common: Any = pytest.importorskip("torch.testing._internal.common_optimizers")
