@@ -74,7 +74,7 @@ def test_bytes_that_are_no_value_are_refused():
 
 @pytest.mark.parametrize("name", ["annotations", "Any", "printable", "re", "PurestepError"])
 def test_the_error_of_another_process_is_one_of_purestep(name: str):
-    assert type(processes._received(1, (name, "what", "", "", None))) is PurestepError
+    assert type(processes.error_received((name, "what", "", "", None), rank=1)) is PurestepError
 
 
 def test_what_a_stranger_pickles_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
