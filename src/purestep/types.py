@@ -326,6 +326,7 @@ class Made(NamedTuple):
     rewritten: Callable[[Callable[[Any], None]], Program] | None = None  # the program with its modules' copies changed
     # (module or None for the program's own, (name, tensor) -> the part that is kept) -> `init` with its weights
     init_with: Callable[..., Callable[..., Any]] | None = None
+    reach: Any = None  # `step.Reach`: the parameters without a gradient, which a flush leaves as they are
 
 
 class Static(NamedTuple):

@@ -582,3 +582,40 @@ def test_a_compiled_run_with_batches_of_many_sizes_is_resumed(tmp_path: Path, mo
 @pytest.mark.compile
 def test_a_run_that_inductor_compiles_with_batches_of_many_sizes_is_resumed(tmp_path: Path) -> None:
     same(cut(tmp_path, compile=True), many_sizes(None, compile=True))
+
+
+@pytest.mark.parametrize("compiled", [False, {"backend": "aot_eager"}])
+def test_a_resumed_flush_leaves_out_the_parameters_that_no_gradient_has_reached(tmp_path: Path, compiled: Any):
+    """A signal behind the last batch of an epoch: the first call of the next process is the flush of its window."""
+
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.used, self.unused = nn.Linear(2, 1), nn.Linear(2, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.used(x)
+
+    class Loader:
+        def __init__(self, *, is_stopped: bool) -> None:
+            self.is_stopped = is_stopped
+
+        def __iter__(self) -> Any:
+            yield from [(torch.ones(4, 2), torch.zeros(4, 1))] * 4
+            if self.is_stopped:
+                signal.raise_signal(signal.SIGTERM)
+
+    def train(directory: Path | None = None, *, is_stopped: bool = False) -> Any:
+        tx = optim.sgd(0.1, weight_decay=0.5)
+        made = ps.program(Heads(), ps.supervised(nn.MSELoss()), tx, accumulate=3, tail="step")
+        return fit(
+            *(made.init(), {"train": Loader(is_stopped=is_stopped)}, made),
+            **{"epochs": 1, "device": "cpu", "compile": compiled, "snapshots": directory},
+        )
+
+    with pytest.raises(SystemExit):
+        train(tmp_path, is_stopped=True)
+    resumed, whole = train(tmp_path).state, train().state
+    assert_trees_close(resumed.params, whole.params, exact=True)
+    torch.testing.assert_close(resumed.params["unused.bias"], Heads().unused.bias.detach(), rtol=0, atol=0)

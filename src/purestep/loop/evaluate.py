@@ -18,7 +18,7 @@ from ..step import begun, counting, static_of
 from ..types import Carrying, EvalStep, Mean, Metrics, Params, TrainStep, Tree
 from . import metric_queue, ranks
 from .metric_queue import MetricQueue
-from .nonfinite_steps import before_halt, halt_error
+from .nonfinite_steps import before_halt, halt_error, halt_spoilt
 
 Watch = Callable[[Any, Metrics, int], None]
 
@@ -49,7 +49,8 @@ def run_epoch(
     Raises:
         ConfigError: the step is not callable.
         DataError: an empty loader.
-        NonFiniteError: the state halted at a loss or gradient that is not finite; ``error.state`` is the one before.
+        NonFiniteError: the state halted at a loss or gradient that is not finite, or would as its open window closes;
+            ``error.state`` is the one before.
         RankError: several processes without a distributed state; a loader that cannot be divided among them.
         StepContractError: the step did not return a state and a dict of Means.
     """
@@ -69,6 +70,7 @@ def run_epoch(
         if feed is not loader:
             feed.close()
     queue.add_to(total, wait=True)
+    state = halt_spoilt(state)
     error = halt_error(state)
     if error is not None:
         error.state = before_halt(state)

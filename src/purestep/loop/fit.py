@@ -25,6 +25,7 @@ from ..errors import (
 )
 from ..metrics import handed_out
 from ..snapshot import Snapshots
+from ..step import remember_unreached
 from ..state import views
 from ..types import Metrics, Program, Tree
 from . import (
@@ -181,15 +182,15 @@ class _Run:
         self.view = inputs.view_to_evaluate(self.state, config)
         self.monitor = policy.monitor(config, feeds.evaluation, feeds.train.count)
         window = program.static.accumulate if program.static else 1
-        self.state, loop, self.is_resumed, saved, sizes = resume.starting_point(
-            self.state, snapshots, config, feeds.train
-        )
+        start = resume.starting_point(self.state, snapshots, config, feeds.train)
+        self.state, loop, self.is_resumed = start.state, start.loop, start.is_resumed
         self.state = inputs.windowed(self.state, window, loop.window)
         loop = self.monitor.resumed(loop)._replace(window=window, window_left=inputs.window_left(self.state, window))
         self.loop = loop
         self.eager = eager_program(program)
         self.program = program = train_call.ready_program(program, self.state, config)
-        set_batch_sizes(program, sizes)
+        set_batch_sizes(program, start.sizes)
+        remember_unreached(program, start.unreached)
         self.members = program.static.members if program.static is not None else 0
         self.call = train_call.TrainCall(self.eager, program, self.state, config)
         if snapshots is not None and self.monitor.metric is not None:
@@ -198,7 +199,7 @@ class _Run:
         intervals = {name: 1.0 if config.fast_dev_run else config.interval(name) for name in feeds.evaluation}
         self.schedule = EvalSchedule(intervals, feeds.train, window)
         self.accounting = accounting.opened(config.log_every, self.state, loop)
-        self.checkpointer = Checkpointer(snapshots, feeds.train, program, saved=saved)
+        self.checkpointer = Checkpointer(snapshots, feeds.train, program, saved=start.saved)
         self.best_state = BestState(self.monitor.kept_by(snapshots), config.resume)
         self.decisions = decisions.opened(mesh, signals, self.checkpointer, self.accounting, config, feeds.train)
         if not self.is_resumed:

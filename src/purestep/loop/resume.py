@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -59,6 +59,7 @@ class StartingPoint(NamedTuple):
     is_resumed: bool  # they are those of an interrupted run
     saved: int | None  # the call that the state was saved after; None: it is the initial one
     sizes: Mapping[str, Any] = MappingProxyType({})  # see `compile.batch_sizes`
+    unreached: Sequence[str] = ()  # see `step.unreached`
 
 
 def starting_point(state: Tree, snapshots: Snapshots | None, config: FitConfig, feed: data.Feed) -> StartingPoint:
@@ -81,8 +82,14 @@ def starting_point(state: Tree, snapshots: Snapshots | None, config: FitConfig, 
     _warn_of_another_seed(state, snapshot.state, source=config.resume)
     _warn_of_other_hyperparams(loop.injected, given, _injected(snapshot.state))
     sizes, here = snapshot.loop.get("sizes", []), meshes.here()
-    sizes = sizes[here.rank] if len(sizes) == here.size else {}
-    return StartingPoint(snapshot.state, loop._replace(injected=given), is_resumed=True, saved=loop.calls, sizes=sizes)
+    return StartingPoint(
+        snapshot.state,
+        loop._replace(injected=given),
+        is_resumed=True,
+        saved=loop.calls,
+        sizes=sizes[here.rank] if len(sizes) == here.size else {},
+        unreached=snapshot.loop.get("unreached", ()),
+    )
 
 
 def snapshot_to_resume(state: Tree, snapshots: Snapshots | None, config: FitConfig) -> Snapshot | None:

@@ -15,6 +15,7 @@ from ..compile import batch_sizes, is_alive, plain
 from ..errors import NotFound
 from ..parallel import processes
 from ..snapshot import Snapshots
+from ..step import unreached
 from ..types import Program, Tree
 from .loop_state import Cell, LoopState, to_json
 
@@ -27,7 +28,7 @@ class Checkpointer:
     Args:
         snapshots: None to save nothing.
         feed: what it stores (`Feed.position`) is saved with the state.
-        program: the sizes of batches that its compiled steps have met are saved too: they choose the graphs.
+        program: what its calls have met is saved too: `batch_sizes` and `step.unreached`.
         saved: the call that the state was restored from, if it was.
     """
 
@@ -71,9 +72,10 @@ class Checkpointer:
         files.failpoint("loop.snapshot")
         self.begin(loop)  # also for a save that fails, which is not due again at the next call
         stored: dict[str, Any] = {"record": to_json(loop), "feed": self._feed.position(loop.epoch, loop.batch)}
-        sizes = processes.gathered(batch_sizes(self._program))
-        if any(sizes):
-            stored["sizes"] = sizes
+        # Beside the state: which graphs serve the sizes of batches, and which parameters a flush leaves out.
+        sizes, names = zip(*processes.gathered((batch_sizes(self._program), unreached(self._program))), strict=True)
+        stored |= {"sizes": sizes} if any(sizes) else {}
+        stored |= {"unreached": sorted(set().union(*names))} if any(names) else {}
         self._saved = loop.calls
         self.snapshots.save(loop.calls, state, loop=stored, metrics=metrics, history=loop.history, overwrite=again)
         return events.Saved(loop.calls, self.snapshots.directory / str(loop.calls))

@@ -42,5 +42,7 @@ from .spec import Accum as Accum
 from .spec import Adding as Adding
 from .spec import Closing as Closing
 from .spec import Micro as Micro
+from .spec import remember_unreached as remember_unreached
+from .spec import unreached as unreached
 from .spec import wide as wide
 from .update import rate_names as rate_names

@@ -167,6 +167,7 @@ def _assembled(spec: Spec, model: nn.Module, own: nn.Module | None) -> Program:
         parts=parts_of(spec, lambda gradients: _assembled(spec._replace(gradients=gradients), model, own)),
         rewritten=rewritten,
         init_with=lambda module=None, keep=kept_whole: init_of(spec, module or model, own, keep),
+        reach=spec.reach,
     )
     static = _static(spec, made, _versions(unwrapped(model)))
     steps = steps_of(spec, IDENTITY)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from .. import scaler as scaler_
 from ..errors import ConfigError
 from ..model import functional
 from ..optim import arguments, numerics
-from ..types import Form, Metrics, Objective, Params, TrainState
+from ..types import Form, Metrics, Objective, Params, Program, TrainState
 
 
 def sum_is_divided(how: str, *, where: str) -> ConfigError:
@@ -67,7 +67,8 @@ class Micro(NamedTuple):
 
 class Reach:
     """The parameters that the loss of the last call did not reach. A flush reads this, because it has no loss, and
-    Dynamo, in a user's `torch.compile`, because it cannot see autograd's graph."""
+    Dynamo, in a user's `torch.compile`, because it cannot see autograd's graph. A run stores ``ever`` in its snapshots:
+    the first function that a resumed run calls may be flush."""
 
     def __init__(self) -> None:
         self.unreached: frozenset[str] = frozenset()
@@ -81,6 +82,18 @@ class Reach:
         if unreached != self.unreached:
             self.unreached = unreached
             self.ever |= unreached
+
+
+def unreached(program: Program) -> list[str]:
+    """The parameters that the loss of a call of this program's steps did not reach, by name."""
+    reach = None if program.static is None else program.static.made.reach
+    return [] if reach is None else sorted(reach.ever)
+
+
+def remember_unreached(program: Program, names: Iterable[str]) -> None:
+    """Let the functions of a program continue a run in which no gradient has reached these parameters."""
+    if program.static is not None and program.static.made.reach is not None:
+        program.static.made.reach.ever |= frozenset(names)
 
 
 class Spec(NamedTuple):
