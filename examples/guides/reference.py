@@ -74,8 +74,9 @@ def sentence(module: str, name: str) -> str:
     value = value_of(module, name)
     own = inspect.isroutine(value) or isinstance(value, type | ModuleType)
     text = (inspect.getdoc(value) if own and not typing.get_origin(value) else _after_assignment(module, name)) or ""
-    first = _cell(re.sub(r":math:`[^`]*`", "", text.partition("\n\n")[0]))
-    return re.split(r"(?<!al)\. (?=[\w`])", first)[0].rstrip(" .:;") + "."
+    first = _cell(text.partition("\n\n")[0])
+    words = re.split(r"(?<!al)\. (?=[\w`])", first)[0].partition(":math:")[0]  # a formula stands behind the words
+    return words.removesuffix(": the ").rstrip(" .,:;") + "."
 
 
 def _after_assignment(module: str, name: str) -> str:

@@ -143,9 +143,9 @@ def epsilon(
     delta: float,
     accountant: Literal["prv", "rdp"] = "prv",
 ) -> float:
-    r"""Compute the :math:`\epsilon` of the :math:`(\epsilon, \delta)` guarantee of a run of `dp_sgd`, by Opacus.
+    r"""Compute the privacy budget that a run of `dp_sgd` spends: the :math:`\epsilon` of :math:`(\epsilon, \delta)`.
 
-    Needs ``pip install 'purestep[privacy]'``.
+    Opacus computes it: ``pip install 'purestep[privacy]'``.
 
     Args:
         steps: number of calls of train_step, at least 0.

@@ -25,8 +25,8 @@ from ..errors import (
 )
 from ..metrics import handed_out
 from ..snapshot import Snapshots
-from ..step import remember_unreached
 from ..state import views
+from ..step import remember_unreached
 from ..types import Metrics, Program, Tree
 from . import (
     accounting,

@@ -133,7 +133,7 @@ def _rms(leaf: Tensor) -> Tensor:
 
 @known_keywords
 def scale_by_relative_step(learning_rate: Rate) -> Transform:
-    r"""Multiply updates by :math:`\min(\gamma, 1 / \sqrt t) / \gamma`: the learning rate becomes an upper bound.
+    r"""Make the learning rate an upper bound. The factor is :math:`\min(\gamma, 1 / \sqrt t) / \gamma`.
 
     Args:
         learning_rate: :math:`\gamma`, the same as in the `scale_by_learning_rate` that follows.

@@ -17,7 +17,9 @@ from .wrappers import Mask
 
 
 def scale_by_trust_ratio() -> Transform:
-    r"""Multiply each parameter's update by :math:`\|\theta\| / \|u\|`; by 1 if either norm is 0.
+    r"""Multiply each parameter's update by the norm of the parameter over that of the update.
+
+    The factor is :math:`\|\theta\| / \|u\|`, and 1 if either norm is 0.
 
     References:
         You et al., 2020, Large Batch Optimization for Deep Learning, algorithm 2 (LAMB).

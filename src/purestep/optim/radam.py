@@ -41,7 +41,9 @@ class ScaleByRadamState(NamedTuple):
 
 @known_keywords
 def scale_by_radam(b1: Decay = 0.9, b2: Decay = 0.999, *, eps: NonNegative = 1e-8) -> Transform:
-    r"""Adam's direction with a rectifier for the large variance of :math:`v` in early updates, as `torch.optim.RAdam`.
+    r"""Adam's direction with a rectifier for early updates, as `torch.optim.RAdam`.
+
+    The variance of :math:`v` is large there.
 
     With :math:`\rho_t = \rho_\infty - 2 t \beta_2^t / (1 - \beta_2^t)`: :math:`\hat m_t` where
     :math:`\rho_t \le 5`, else :math:`r_t \hat m_t \sqrt{1 - \beta_2^t} / (\sqrt{v_t} + \epsilon)`.

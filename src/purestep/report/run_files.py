@@ -19,7 +19,8 @@ from ..snapshot import RunInfo, StoredStep
 
 Row = json_history.Row
 _HISTORY = "training_history.json"
-_ASIDE = re.compile(r".*\.\d+\.(csv|jsonl)|rows-\d+\.jsonl")  # of earlier runs; rows that belong to snapshots
+_SUFFIXES = "|".join(map(re.escape, row_files.READERS))
+_ASIDE = re.compile(rf".*\.\d+({_SUFFIXES})|rows-\d+\.jsonl")  # of earlier runs; rows that belong to snapshots
 
 
 class StoredRun(NamedTuple):

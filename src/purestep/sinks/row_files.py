@@ -121,7 +121,7 @@ def stored_rows(path: Path) -> list[Row] | None:
     Raises:
         OSError, ValueError: the file cannot be read.
     """
-    parse = {".csv": _csv_rows, ".jsonl": _jsonl_rows}.get(path.suffix)
+    parse = READERS.get(path.suffix)
     return None if parse is None else _rows(path, parse)
 
 
@@ -157,6 +157,10 @@ def _value(cell: str) -> Any:
         except ValueError:
             continue
     return cell or None
+
+
+READERS: dict[str, Callable[[str], Iterator[Row]]] = {".csv": _csv_rows, ".jsonl": _jsonl_rows}
+"""Suffix -> the rows of a file's text. A resumed run and the report choose by it."""
 
 
 def _joined(cells: list[Any]) -> str:

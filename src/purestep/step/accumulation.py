@@ -1,4 +1,7 @@
-"""The accumulation window: add a micro-batch, and apply the update of a window that is full."""
+"""The accumulation window: add a micro-batch, and apply the update of a window that is full.
+
+A loss that is not finite makes the window's weight nan. So the whole window is refused, at the call that closes it.
+"""
 
 from __future__ import annotations
 

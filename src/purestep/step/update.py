@@ -58,7 +58,7 @@ def apply(
         state: before the update.
         grads: stored form, mean gradient x scale.
         weight: shape=(); 0 if no target counts.
-        verdict: shape=(); nan if a loss was not finite.
+        verdict: shape=(); not finite if a loss was not. Its value does not matter otherwise.
         buffers: after the forward pass, for their average.
         skipped: parameters without a gradient: they and their optimizer state do not change.
         value_and_grad: the loss of this call as a function of the parameters, for a transform that evaluates it again.
