@@ -78,15 +78,6 @@ class _Given(functional.Bound):
 def hessian(program: Program, *, train: bool = True) -> Callable[..., Params]:
     r"""Return a function that multiplies the Hessian of the loss of a batch by a vector: :math:`\nabla^2 L(\theta) v`.
 
-    Example:
-        >>> import torch, purestep as ps
-        >>> net = torch.nn.Linear(2, 1, bias=False)
-        >>> program = ps.program(net, ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
-        >>> product = ps.curvature.hessian(program)
-        >>> batch = torch.eye(2), torch.zeros(2, 1)  # the loss is |w|^2 / 2
-        >>> product(program.init(device="cpu"), batch, {"weight": torch.tensor([[3.0, 4.0]])})
-        {'weight': tensor([[3., 4.]])}
-
     The loss is the ``mean`` of the program's objective on the whole batch, as a function of ``state.params``; frozen
     parameters and buffers are constants. Two backward passes (Pearlmutter, 1994). The function has no state: it can be
     mapped over vectors by `torch.func.vmap` and compiled by `torch.compile`. In eager mode the state's key seeds
@@ -106,6 +97,15 @@ def hessian(program: Program, *, train: bool = True) -> Callable[..., Params]:
         StateError: from the function: the state is not a TrainState of one process, or the vector has other names or
             shapes than the parameters.
         StepContractError: from the function: torch.func does not accept the model, as with activation checkpointing.
+
+    Example:
+        >>> import torch, purestep as ps
+        >>> net = torch.nn.Linear(2, 1, bias=False)
+        >>> program = ps.program(net, ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
+        >>> product = ps.curvature.hessian(program)
+        >>> batch = torch.eye(2), torch.zeros(2, 1)  # the loss is |w|^2 / 2
+        >>> product(program.init(device="cpu"), batch, {"weight": torch.tensor([[3.0, 4.0]])})
+        {'weight': tensor([[3., 4.]])}
     """
     parts = parts_for(program, "curvature.hessian")
 
@@ -130,15 +130,6 @@ def hessian(program: Program, *, train: bool = True) -> Callable[..., Params]:
 def gauss_newton(program: Program, *, train: bool = True) -> Callable[..., Params]:
     r"""Return a function that multiplies the Gauss-Newton matrix of the loss of a batch by a vector.
 
-    Example:
-        >>> import torch, purestep as ps
-        >>> net = torch.nn.Linear(2, 1, bias=False)
-        >>> program = ps.program(net, ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
-        >>> product = ps.curvature.gauss_newton(program)
-        >>> batch = torch.eye(2), torch.zeros(2, 1)
-        >>> product(program.init(device="cpu"), batch, {"weight": torch.tensor([[3.0, 4.0]])})
-        {'weight': tensor([[3., 4.]])}
-
     :math:`G = J^\top H_z J`: the Jacobian :math:`J` of all floating outputs :math:`z` that the objective gets from
     ``model(...)`` and ``model.call(...)``, and the Hessian :math:`H_z` of the loss as a function of them (Schraudolph,
     2002). Terms of the objective in ``model.params`` itself (a penalty) count with their exact Hessian. For cross
@@ -158,6 +149,15 @@ def gauss_newton(program: Program, *, train: bool = True) -> Callable[..., Param
         StateError: from the function: as for `hessian`.
         StepContractError: from the function: as for `hessian`; the model computes the loss itself (a scalar output, as
             for `hf_loss`), so its outputs before the loss are unknown.
+
+    Example:
+        >>> import torch, purestep as ps
+        >>> net = torch.nn.Linear(2, 1, bias=False)
+        >>> program = ps.program(net, ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
+        >>> product = ps.curvature.gauss_newton(program)
+        >>> batch = torch.eye(2), torch.zeros(2, 1)
+        >>> product(program.init(device="cpu"), batch, {"weight": torch.tensor([[3.0, 4.0]])})
+        {'weight': tensor([[3., 4.]])}
     """
     parts = parts_for(program, "curvature.gauss_newton")
 
@@ -256,13 +256,6 @@ def eigenvalues(
 ) -> Eigenvalues:
     """Compute extreme eigenvalues of a symmetric matrix from products with vectors, by Lanczos' method with restarts.
 
-    Example:
-        >>> import torch, purestep as ps
-        >>> matrix = torch.diag(torch.tensor([1.0, 5.0, 3.0, 2.0]))
-        >>> found = eigenvalues(lambda v: {"w": matrix @ v["w"]}, {"w": torch.zeros(4)}, k=2)
-        >>> [round(value, 3) for value in found.values.tolist()]
-        [5.0, 3.0]
-
     Runs `scipy.sparse.linalg.eigsh` on the CPU; the products run where the parameters are. Needs SciPy.
 
     Args:
@@ -279,6 +272,13 @@ def eigenvalues(
         ConfigError: ``k`` or ``which`` is out of range; SciPy is not installed; no convergence within
             ``max_iterations``; a product is not finite.
         StateError: a product has other names or shapes than ``like``. Their order does not matter.
+
+    Example:
+        >>> import torch, purestep as ps
+        >>> matrix = torch.diag(torch.tensor([1.0, 5.0, 3.0, 2.0]))
+        >>> found = eigenvalues(lambda v: {"w": matrix @ v["w"]}, {"w": torch.zeros(4)}, k=2)
+        >>> [round(value, 3) for value in found.values.tolist()]
+        [5.0, 3.0]
     """
     try:
         linalg: Any = importlib.import_module("scipy.sparse.linalg")
@@ -325,12 +325,6 @@ def eigenvalues(
 def trace(product: _Product, like: Params, *, samples: int = 10, seed: int = 0) -> Trace:
     r"""Estimate the trace of a matrix from products with random signs (Hutchinson, 1990).
 
-    Example:
-        >>> import torch, purestep as ps
-        >>> found = trace(lambda v: {"w": torch.tensor([1.0, 5.0]) * v["w"]}, {"w": torch.zeros(2)}, samples=3)
-        >>> found
-        Trace(mean=tensor(6.), standard_error=tensor(0.))
-
     The mean of :math:`v^\top A v` over vectors of independent signs. Its expectation is the trace; the variance of one
     sample is twice the sum of squares off the diagonal of a symmetric A.
 
@@ -343,6 +337,12 @@ def trace(product: _Product, like: Params, *, samples: int = 10, seed: int = 0) 
     Raises:
         ConfigError: ``samples`` is less than 1.
         StateError: as for `eigenvalues`.
+
+    Example:
+        >>> import torch, purestep as ps
+        >>> found = trace(lambda v: {"w": torch.tensor([1.0, 5.0]) * v["w"]}, {"w": torch.zeros(2)}, samples=3)
+        >>> found
+        Trace(mean=tensor(6.), standard_error=tensor(0.))
     """
     check_count("curvature.trace", least=1, samples=samples)
     generator = rng.generator(rng.key(seed), "hutchinson")

@@ -29,14 +29,6 @@ def dp_sgd(
 ) -> Program:
     r"""Return the program with gradients that are clipped for each example and noised (Abadi et al., 2016).
 
-    Example:
-        >>> import torch, purestep as ps
-        >>> program = ps.program(torch.nn.Linear(2, 1), ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
-        >>> private = ps.privacy.dp_sgd(program, max_norm=1.0, noise_multiplier=1.1)
-        >>> state, metrics = private.train_step(private.init(device="cpu"), (torch.randn(8, 2), torch.randn(8, 1)))
-        >>> 0 <= float(metrics["clipped"]) <= 1
-        True
-
     In place of the batch's gradient, the optimizer gets
     :math:`(\sum_i g_i \min(1, C / (|g_i| + 10^{-6})) + \sigma C z) / B`: the gradients :math:`g_i` of single examples
     as in `per_example`, the norm over all parameters together, standard normal numbers z, and the expected batch size
@@ -65,6 +57,14 @@ def dp_sgd(
     Raises:
         ConfigError: an argument is out of range, or the program is none of these.
         DataError, StepContractError: from train_step: as `per_example`; the objective has a metric ``clipped``.
+
+    Example:
+        >>> import torch, purestep as ps
+        >>> program = ps.program(torch.nn.Linear(2, 1), ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
+        >>> private = ps.privacy.dp_sgd(program, max_norm=1.0, noise_multiplier=1.1)
+        >>> state, metrics = private.train_step(private.init(device="cpu"), (torch.randn(8, 2), torch.randn(8, 1)))
+        >>> 0 <= float(metrics["clipped"]) <= 1
+        True
     """
     where = "privacy.dp_sgd"
     parts = parts_for(program, where)
@@ -145,10 +145,6 @@ def epsilon(
 ) -> float:
     r"""Compute the :math:`\epsilon` of the :math:`(\epsilon, \delta)` guarantee of a run of `dp_sgd`, by Opacus.
 
-    Example:
-        >>> epsilon(steps=1000, sample_rate=0.01, noise_multiplier=0.0, delta=1e-5)
-        inf
-
     Needs ``pip install 'purestep[privacy]'``.
 
     Args:
@@ -161,6 +157,10 @@ def epsilon(
     Raises:
         ConfigError: an argument is out of range, Opacus is not installed, or its accountant fails: "prv" does for
             little noise and for a tiny delta.
+
+    Example:
+        >>> epsilon(steps=1000, sample_rate=0.01, noise_multiplier=0.0, delta=1e-5)
+        inf
     """
     where = "privacy.epsilon"
     check_count(where, least=0, steps=steps)

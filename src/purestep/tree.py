@@ -215,7 +215,8 @@ def dicts(tree: Tree, *, where: str | None = "batch") -> Tree:
         >>> leaves(dicts(SimpleNamespace(x=1, y=(2, 3))))
         [1, 2, 3]
 
-    It makes optree see dataclasses, attrs classes and namespaces as nodes. Returns the same object if nothing changes.
+    `dicts` makes optree see dataclasses, attrs classes and namespaces as nodes. Returns the same object if nothing
+    changes.
 
     Args:
         tree: a batch, or outputs of a model.

@@ -38,7 +38,7 @@ class Mean(NamedTuple):
         >>> float(mean), mean < 2, f"{mean:.3f}"
         (1.5, True, '1.500')
 
-    Both may be vectors with one mean for each class; ``float()`` then returns the mean over the classes whose weight
+    Both fields may be vectors with one mean for each class; ``float()`` then returns the mean over the classes whose weight
     is not 0. ``<`` and `format` use this number. `metrics.merge` adds Means; ``==`` compares the two tensors.
 
     Args:

@@ -118,6 +118,12 @@ def compile_program(
 ) -> Program:
     """Compile train_step, flush and eval_step of a program over one set of buffers.
 
+    The arguments are those of `compile_step` without ``unroll``. flush and eval_step take a state of the compiled
+    train_step without a copy.
+
+    Raises:
+        ConfigError: ``program`` is not a program, or a setting is unknown or conflicts with another.
+
     Example:
         >>> import torch, purestep as ps
         >>> net = torch.nn.Linear(2, 1)
@@ -126,12 +132,6 @@ def compile_program(
         >>> state, _ = fast.train_step(program.init(), (torch.ones(4, 2), torch.ones(4, 1)))
         >>> sorted(fast.eval_step(state, (torch.ones(4, 2), torch.ones(4, 1))))
         ['loss']
-
-    The arguments are those of `compile_step` without ``unroll``. flush and eval_step take a state of the compiled
-    train_step without a copy.
-
-    Raises:
-        ConfigError: ``program`` is not a program, or a setting is unknown or conflicts with another.
     """
     if not isinstance(program, Program):  # pyright: ignore[reportUnnecessaryIsInstance]  # a step, mostly
         hint = "ps.compile_step(step), or ps.compile_program(program)"

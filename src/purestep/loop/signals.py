@@ -49,7 +49,7 @@ def interrupted(result: Any = None) -> KeyboardInterrupt:
         >>> interrupted("so far").result
         'so far'
 
-    It is no subclass: Python exits with status 130 only for KeyboardInterrupt itself.
+    The error is not of a subclass: Python exits with status 130 only for KeyboardInterrupt itself.
     """
     error = KeyboardInterrupt("interrupted: the step was finished and the state saved")
     vars(error)["result"] = result

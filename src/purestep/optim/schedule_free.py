@@ -177,7 +177,7 @@ def schedule_free_adamw(
         >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
         -0.1
 
-    It needs as much memory as AdamW. Batch normalization has the statistics of :math:`y`, see `schedule_free`; run some
+    The optimizer needs as much memory as AdamW. Batch normalization has the statistics of :math:`y`, see `schedule_free`; run some
     training batches through the view in train mode before an evaluation if the two differ much.
 
     Args:

@@ -34,16 +34,16 @@ class RefusedDraw(StepContractError):
 def scoped(numbers: Sequence[int], device: torch.device, *, together: int) -> Generator[None]:
     """Give each member a generator inside the block, and seed the global generators for draws that belong to no member.
 
+    Args:
+        numbers: a seed in [0, 2**63) for each member.
+        device: of the draws.
+        together: the seed of the global generators.
+
     Example:
         >>> with scoped([1, 2], torch.device("cpu"), together=3):
         ...     both = drawn("aten.uniform_.default", (2, 3), (3, 1), torch.float32, [], [0.0, 1.0], 2)
         >>> bool((both[1] == torch.rand(3, generator=torch.Generator().manual_seed(2))).all())
         True
-
-    Args:
-        numbers: a seed in [0, 2**63) for each member.
-        device: of the draws.
-        together: the seed of the global generators.
     """
     token = _generators.set([torch.Generator(device=device).manual_seed(number) for number in numbers])
     try:
@@ -161,14 +161,6 @@ _REFUSED = {
 class Draws(TorchDispatchMode):
     """Mode in which a graph, or each member of an ensemble, draws the numbers of eager mode.
 
-    Example:
-        >>> def noisy(x):
-        ...     return x + torch.rand(3)
-        >>> with scoped([1, 2], torch.device("cpu"), together=3), Draws(2):
-        ...     both = torch.func.vmap(noisy, randomness="different")(torch.zeros(2, 3))
-        >>> bool((both[1] == torch.rand(3, generator=torch.Generator().manual_seed(2))).all())
-        True
-
     In a graph it replaces draws on the CPU without an explicit generator. Other devices have numbers of their own.
 
     Args:
@@ -177,6 +169,14 @@ class Draws(TorchDispatchMode):
 
     Raises:
         RefusedDraw: a sampler that a graph cannot hold.
+
+    Example:
+        >>> def noisy(x):
+        ...     return x + torch.rand(3)
+        >>> with scoped([1, 2], torch.device("cpu"), together=3), Draws(2):
+        ...     both = torch.func.vmap(noisy, randomness="different")(torch.zeros(2, 3))
+        >>> bool((both[1] == torch.rand(3, generator=torch.Generator().manual_seed(2))).all())
+        True
     """
 
     supports_higher_order_operators = True
@@ -317,6 +317,12 @@ def _normal(fill: Callable[..., Any], mean: Any, std: Any) -> Any:
 class EagerDropout(TorchFunctionMode):
     """Mode in which dropout under `torch.func` has the masks of eager mode, on the CPU.
 
+    Torch fills a mask in the memory order of its input, but under a transform a contiguous one, from sizes that must
+    not be symbols.
+
+    Args:
+        mapped: under `torch.func.vmap`, where a member has the masks that it has alone.
+
     Example:
         >>> def dropped(x):
         ...     return torch.nn.functional.dropout(x.t())
@@ -325,12 +331,6 @@ class EagerDropout(TorchFunctionMode):
         >>> _ = torch.manual_seed(2)
         >>> bool((both[1] == dropped(torch.ones(3, 4))).all())
         True
-
-    Torch fills a mask in the memory order of its input, but under a transform a contiguous one, from sizes that must
-    not be symbols.
-
-    Args:
-        mapped: under `torch.func.vmap`, where a member has the masks that it has alone.
     """
 
     def __init__(self, *, mapped: bool = False) -> None:
