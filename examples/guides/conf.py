@@ -191,7 +191,8 @@ def signature(app: Any, what: str, name: str, value: Any, *_: Any) -> tuple[str,
         for one in found.parameters.values()
     ]
     parameters = parameters[1:] if parameters and parameters[0].name in ("self", "cls", "_cls") else parameters
-    returned = "" if found.return_annotation is found.empty else str(written(found.return_annotation))
+    none = isinstance(value, type) or found.return_annotation is found.empty
+    returned = "" if none else str(written(found.return_annotation))
     return str(inspect.Signature(parameters)), returned
 
 

@@ -38,8 +38,8 @@ class Mean(NamedTuple):
         >>> float(mean), mean < 2, f"{mean:.3f}"
         (1.5, True, '1.500')
 
-    Both fields may be vectors with one mean for each class; ``float()`` then returns the mean over the classes whose weight
-    is not 0. ``<`` and `format` use this number. `metrics.merge` adds Means; ``==`` compares the two tensors.
+    Both fields may be vectors with one mean for each class; ``float()`` then returns the mean over the classes whose
+    weight is not 0. ``<`` and `format` use this number. `metrics.merge` adds Means; ``==`` compares the two tensors.
 
     Args:
         total: shape=() or (n,), dtype=float32; float64 in a program whose loss is float64.

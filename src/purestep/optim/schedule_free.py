@@ -177,8 +177,9 @@ def schedule_free_adamw(
         >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
         -0.1
 
-    The optimizer needs as much memory as AdamW. Batch normalization has the statistics of :math:`y`, see `schedule_free`; run some
-    training batches through the view in train mode before an evaluation if the two differ much.
+    The optimizer needs as much memory as AdamW. Batch normalization has the statistics of :math:`y`, see
+    `schedule_free`; run some training batches through the view in train mode before an evaluation if the two differ
+    much.
 
     Args:
         learning_rate: in [0, inf), or a schedule that warms up and then stays constant; usually 1 to 10 times AdamW's.
