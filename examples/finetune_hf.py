@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel
@@ -132,18 +131,6 @@ def classifier(config: Config, gpt: GPT2Config, body: Any, data: dict[str, DataL
     return ps.fit(program.init(config.seed), data, program, callbacks=[each_epoch(log), plateau], **fields, **best)
 
 
-def picture(path: Path, language: dict[str, list[Any]], packages: dict[str, list[Any]], entropy: float) -> None:
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    axes = figure.subplots(1, 2)
-    axes[0].axhline(entropy, linestyle="--", color="gray", label="unigram entropy")
-    for axis, history, measure in ((axes[0], language, "loss"), (axes[1], packages, "accuracy")):
-        for name in (f"train_{measure}", f"val_{measure}"):
-            axis.plot(history["epoch"], history[name], marker="o", label=name)
-        axis.set_xlabel("epoch")
-        axis.legend()
-    figure.savefig(path)
-
-
 def main(config: Config) -> tuple[float, float]:
     """Train both; return the held-out nats a token over the unigram entropy, and the best share that is right."""
     if config.fresh:
@@ -165,7 +152,6 @@ def main(config: Config) -> tuple[float, float]:
     model, first = language_model(config, gpt, text)
     second = classifier(config, gpt, model.transformer, labelled)
     nats, right = first.history["val_loss"][-1], max(second.history["val_accuracy"])
-    picture(config.runs / "curves.png", first.history, second.history, entropy)
     largest = Counter(int(row["labels"]) for row in packages).most_common(1)[0][1] / len(val)
     print(f"classifier right on {100 * right:.0f} % of the rows, the largest package is {100 * largest:.0f} % of them")
     print(f"held-out nats a token {nats:.2f}, unigram entropy {entropy:.2f}")

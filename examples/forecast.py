@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from statsmodels.datasets import co2
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -91,26 +90,6 @@ def baselines(test: TensorDataset, horizon: int) -> dict[str, float]:
     }
 
 
-def picture(path: Path, history: dict[str, list[Any]], known: dict[str, float], forecast: Tensor, test: Any) -> None:
-    """Both losses by epoch beside the baselines; one held-out forecast."""
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    losses, example = figure.subplots(1, 2)
-    for name in ("train_loss", "val_loss"):
-        losses.semilogy(history["epoch"], [PPM**2 * value for value in history[name]], label=name)
-    for style, (name, value) in zip(("--", ":"), known.items(), strict=True):
-        losses.axhline(value, linestyle=style, color="gray", label=f"{name} (test)")
-    losses.set(xlabel="epoch", ylabel="squared error, ppm^2")
-    past, future = (PPM * part[0] for part in test.tensors)
-    weeks = torch.arange(1, len(future) + 1)
-    example.plot(torch.arange(1 - len(past), 1), past, color="gray", label="past")
-    example.plot(weeks, future, label="what came")
-    example.plot(weeks, PPM * forecast[0], label="forecast")
-    example.set(xlabel="week", ylabel="difference from now, ppm")
-    losses.legend()
-    example.legend()
-    figure.savefig(path)
-
-
 def main(config: Config) -> float:
     """Train, and return the mean squared error on the held-out years in ppm^2."""
     if config.fresh:
@@ -150,7 +129,6 @@ def main(config: Config) -> float:
         forecast = model.eval()(test.tensors[0])
     error = PPM**2 * nn.functional.mse_loss(forecast, test.tensors[1]).item()
     known = baselines(test, config.horizon)
-    picture(config.runs / "curves.png", result.history, known, forecast, test)
     print(f"finished after {result.epochs} epochs ({result.stop_reason}), best epoch {(result.best or {})['epoch']}")
     print(f"test error {error:.2f} ppm^2; " + ", ".join(f"{name} {value:.2f}" for name, value in known.items()))
     return error

@@ -7,7 +7,7 @@
 A generator draws the digit that it is asked for, a critic tells drawings from scikit-learn's scans; each has its own
 optimizer, schedule and count of updates, `ratio` of the critic's to one of the generator's. The judge is the classifier
 of `digits.py`, trained first: expect it to recognise at least 70 % of the drawings as what was asked for, with a
-confidence above 0.9. It saves drawings and curves as `runs/gan/curves.png`; run again, it goes on where it was.
+confidence above 0.9. Run it again, and it continues.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from typing import Any, NamedTuple
 
 import digits
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor, nn
-from torch.nn.functional import one_hot, pad, softplus
+from torch.nn.functional import one_hot, softplus
 
 import purestep as ps
 from purestep import metrics, optim, schedules
@@ -125,17 +124,6 @@ def judge(config: Config) -> Callable[[Tensor], Tensor]:
     return program.bind(snapshots.restore(program.init(device=ps.auto_device()), only="params").state)
 
 
-def picture(images: Tensor, rows: list[dict[str, float]], path: Path) -> None:
-    figure = Figure(figsize=(11, 3.6), layout="constrained")
-    axes = figure.subplots(1, 3)
-    tiles = pad(images[:80].view(8, 10, 8, 8), (1, 1, 1, 1)).transpose(1, 2).reshape(80, 100)
-    axes[0].imshow(tiles.cpu().numpy(), cmap="gray_r")
-    for axis, names in zip(axes[1:], (("generator_loss", "critic_loss"), ("recognised",)), strict=True):
-        axis.plot([row["epoch"] for row in rows], [[row[name] for name in names] for row in rows], label=names)
-        axis.legend()
-    figure.savefig(path)
-
-
 def main(config: Config) -> float:
     """Train, and return the share of drawings recognised as what was asked for, in [0, 1]."""
     classify = judge(config)
@@ -160,9 +148,6 @@ def train(config: Config, classify: Callable[[Tensor], Tensor], mesh: ps.paralle
             rows.append({"epoch": len(rows) + 1, **metrics.compute(merged), **scores})
             show("  ".join(f"{name} {value:.3g}" for name, value in rows[-1].items()))
             snapshots.save(len(rows), state, loop=rows)
-    images = program.bind(state.generator)(*ps.to_device(wishes, state)).sigmoid()
-    if mesh.rank == 0:
-        picture(images, rows, config.runs / "curves.png")
     show(f"{int(state.generator.updates)} updates of the generator, {int(state.critic.updates)} of the critic")
     show(f"{100 * rows[-1]['recognised']:.0f} % of the drawings recognised with a confidence above 0.9")
     return rows[-1]["recognised"]

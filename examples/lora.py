@@ -21,7 +21,6 @@ from typing import Any
 
 import peft
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -112,31 +111,19 @@ def bits(model: nn.Module, data: dict[str, Any]) -> float:
     return sum(loss * rows for loss, rows in nats) / sum(rows for _, rows in nats) / math.log(2)
 
 
-def picture(path: Path, histories: dict[str, dict[str, list[float]]]) -> None:
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axis = figure.subplots()
-    for name, history in histories.items():
-        pairs = zip(history["step"], history["val_loss"], strict=True)
-        points = [(step, loss / math.log(2)) for step, loss in pairs if step is not None and loss is not None]
-        axis.plot(*zip(*points, strict=True), marker="o", label=name)
-    axis.set(title="Held-out text", xlabel="updates", ylabel="bits a byte")
-    axis.legend()
-    figure.savefig(path)
-
-
 def main(config: Config) -> tuple[float, float]:
     """Train both; return the bits a byte of held-out prose without the adapters and with them."""
     if config.fresh:
         shutil.rmtree(config.runs, ignore_errors=True)
     data = {name: loaders(text, config) for name, text in texts(config.size).items()}
     torch.manual_seed(config.seed)
-    whole = trained(llama(config), data["code"], config.updates, config.learning_rate, "model", config)
+    trained(llama(config), data["code"], config.updates, config.learning_rate, "model", config)
     model = LlamaForCausalLM.from_pretrained(config.runs / "model")
     before = bits(model, data["prose"])
 
     model = with_adapters(model, config)
     rate = config.adapter_learning_rate
-    thin = trained(model, data["prose"], config.adapter_updates, rate, "adapters", config)
+    trained(model, data["prose"], config.adapter_updates, rate, "adapters", config)
 
     base = LlamaForCausalLM.from_pretrained(config.runs / "model")  # as anybody would load them
     with warnings.catch_warnings():
@@ -145,7 +132,6 @@ def main(config: Config) -> tuple[float, float]:
     after = bits(loaded, data["prose"])
     files = ("adapters/adapter_model.safetensors", "model/model.safetensors")
     sizes = [(config.runs / name).stat().st_size for name in files]
-    picture(config.runs / "curves.png", {"all weights, code": whole.history, "adapters, prose": thin.history})
     share = f"{100 * sizes[0] / sizes[1]:.0f} % of the size"
     print(f"bits a byte of prose: {before:.1f} as it was, {after:.1f} with the adapters, {share}")
     return before, after

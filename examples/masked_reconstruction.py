@@ -6,8 +6,8 @@
 A curve is 256 weekly means over Mauna Loa (statsmodels has them: nothing is downloaded), minus its mean, over its
 standard deviation, as a spectrum would be prepared. The encoder sees 4 of its 16 blocks, drawn anew at every step, and
 puts the curve into 64 numbers; a decoder makes all 256 of those. Interrupt it with Ctrl-C and run it again: it goes on
-where it was. Under `runs/masked_reconstruction` it leaves `training_history.json`, `checkpoints`, `best_model.pt` (the
-averaged weights, which were scored) and `curves.png`. Expect a last line of about
+where it was. Under `runs/masked_reconstruction` it leaves `training_history.json`, `checkpoints`, and `best_model.pt`
+(the averaged weights, which were scored). Expect a last line of about
 `hidden weeks: error 0.10, that of predicting the mean 0.45`.
 """
 
@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from statsmodels.datasets import co2
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -102,26 +101,6 @@ class MaskedAutoencoder(nn.Module):
         return self.decoder(latent), latent, visible.repeat_interleave(size, dim=1)
 
 
-def picture(
-    path: Path, history: dict[str, list[Any]], mean_error: float, x: Tensor, outputs: tuple[Tensor, ...]
-) -> None:
-    """Both losses by epoch beside the error of the mean; one held-out curve, what was shown and what came back."""
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    losses, example = figure.subplots(1, 2)
-    for name in ("train_loss", "val_loss"):
-        losses.semilogy(history["epoch"], history[name], label=name)
-    losses.axhline(mean_error, linestyle="--", color="gray", label="predicting the mean (test)")
-    losses.set(xlabel="epoch", ylabel="loss on hidden weeks")
-    recon, _, visible = outputs
-    example.plot(x, color="gray", label="hidden")
-    example.plot(torch.where(visible, x, torch.nan), linewidth=3, label="shown")
-    example.plot(recon, label="reconstruction")
-    example.set(xlabel="week", ylabel="standard deviations")
-    losses.legend()
-    example.legend()
-    figure.savefig(path)
-
-
 def main(config: Config) -> dict[str, Any]:
     """Train, and return ``{"best": {"epoch", "val_loss"}, "epochs"}``; say the errors on the held-out curves."""
     if config.fresh:
@@ -167,10 +146,9 @@ def main(config: Config) -> dict[str, Any]:
     model.load_state_dict(torch.load(config.runs / "best_model.pt", weights_only=True))
     x = test.tensors[0]
     with ps.rng.scoped(config.seed), torch.no_grad():
-        recon, latent, visible = model.eval()(x)
+        recon, _, visible = model.eval()(x)
     error = ps.masked_mse(recon, x, ~visible).item()
     mean_error = ps.masked_mse(mean.expand_as(x), x, ~visible).item()
-    picture(config.runs / "curves.png", result.history, mean_error, x[0], (recon[0], latent[0], visible[0]))
     print(f"stopped after {result.epochs} epochs ({result.stop_reason}), best {result.summary()['best']}")
     print(f"hidden weeks: error {error:.2f}, that of predicting the mean {mean_error:.2f}")
     return result.summary()

@@ -9,12 +9,13 @@ pages of names are written into `build/reference` before the build.
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ForwardRef, TypeVar
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -57,6 +58,7 @@ html_theme = "furo"
 html_title = "purestep"
 html_static_path = ["site.css"]
 html_css_files = ["site.css"]
+html_search_scorer = str(HERE / "search.js")
 html_math_renderer = "mathml"
 html_show_sphinx = False
 html_copy_source = False
@@ -67,11 +69,11 @@ copybutton_prompt_text = "$ "
 
 
 SECTIONS = {
-    "Begin": "start state compile resume nan averages tools events settings",
+    "Begin": "start faq state compile resume nan averages tools events settings",
     "Recipes": "classifier finetune diffusion models optimizers metrics data two_datasets teachers precision memory",
     "More": "loop processes jobs ensembles search derivatives gradients",
     "Moving over": "moving from_loop from_lightning from_trainer from_accelerate from_keras",
-    "About": "faq limits trust platforms measure architecture tests",
+    "About": "limits trust platforms measure architecture tests",
 }
 """The guides, in the order of the menu."""
 
@@ -118,7 +120,12 @@ def write_reference(*_: Any) -> None:
             text = _directive(module, name) if same == path else f"The same as [`{same}`]({same}.md).\n"
             (folder / f"{path}.md").write_text(f"# {name}\n\n{text}", "utf-8")
     intro = "# Every public name\n\nWrite `import purestep as ps`, then `ps.fit`, `ps.optim.adamw`, and so on.\n\n"
-    (folder / "index.md").write_text(f"{intro}```{{toctree}}\n:maxdepth: 1\n\n" + "\n".join(names) + "\n```\n", "utf-8")
+    table = "| module | names |\n|---|---|\n"
+    for module, members in names.items():
+        linked = (f"[`{name}`]({module}.{name}.md)" for name in members if (folder / f"{module}.{name}.md").exists())
+        table += f"| [{module}]({module}.md) | {', '.join(linked)} |\n"
+    listed = "\n".join(names)
+    (folder / "index.md").write_text(f"{intro}{table}\n```{{toctree}}\n:hidden:\n\n{listed}\n```\n", "utf-8")
 
 
 def _directive(module: str, name: str) -> str:
@@ -128,7 +135,9 @@ def _directive(module: str, name: str) -> str:
     elif inspect.isroutine(value):
         lines = [f".. autofunction:: {module}.{name}"]
     else:  # a type alias
-        lines = [f".. py:data:: {module}.{name}", "", f"   {reference.sentence(module, name)}"]
+        assigned = reference.assigned(module, name)
+        text = reference.sentence(module, name).replace("`", "``")
+        lines = [f".. py:data:: {module}.{name}", *[f"   :value: {assigned}"][: bool(assigned)], "", f"   {text}"]
     return "```{eval-rst}\n" + "\n".join(lines) + "\n```\n"
 
 
@@ -139,19 +148,51 @@ class _AsWritten(str):
     __repr__ = str.__str__
 
 
+class _Plain(ast.NodeTransformer):
+    """An annotation without the checks of `Annotated` and without private names."""
+
+    def __init__(self, names: dict[str, Any]) -> None:
+        self.names = names
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        if isinstance(node.value, ast.Name) and node.value.id == "Annotated" and isinstance(node.slice, ast.Tuple):
+            return self.visit(node.slice.elts[0])
+        return self.generic_visit(node)
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        value = self.names.get(node.id)
+        if not node.id.startswith("_") or value is None:
+            return node
+        if isinstance(value, TypeVar):
+            return ast.Name(node.id.strip("_"))
+        text = inspect.formatannotation(getattr(value, "__origin__", value))
+        return ast.Name(re.sub(r"(?:\w+\.)+(\w+)", r"\1", text))
+
+
 def signature(app: Any, what: str, name: str, value: Any, *_: Any) -> tuple[str, str] | None:
     """Annotations as the source has them: evaluated ones are long, and show checks as addresses."""
     try:
         found = inspect.signature(value)
     except (TypeError, ValueError):
         return None
+    names = vars(sys.modules[value.__module__]) if value.__module__ in sys.modules else {}
 
     def written(annotation: Any) -> Any:
-        return _AsWritten(annotation) if isinstance(annotation, str) else annotation
+        text = annotation.__forward_arg__ if isinstance(annotation, ForwardRef) else annotation  # of a NamedTuple
+        if not isinstance(text, str):
+            return inspect.Parameter.empty if "Annotated" in repr(text) else text  # pydantic's are checks
+        return _AsWritten(ast.unparse(_Plain(names).visit(ast.parse(text, mode="eval"))))
 
-    parameters = [one.replace(annotation=written(one.annotation)) for one in found.parameters.values()]
+    parameters = [
+        one.replace(
+            annotation=written(one.annotation),
+            default=_AsWritten("...") if inspect.isroutine(one.default) else one.default,
+        )
+        for one in found.parameters.values()
+    ]
     parameters = parameters[1:] if parameters and parameters[0].name in ("self", "cls", "_cls") else parameters
-    returned = "" if found.return_annotation is found.empty else str(found.return_annotation)
+    none = isinstance(value, type) or found.return_annotation is found.empty
+    returned = "" if none else str(written(found.return_annotation))
     return str(inspect.Signature(parameters)), returned
 
 

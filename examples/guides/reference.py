@@ -79,15 +79,24 @@ def sentence(module: str, name: str) -> str:
     return words.removesuffix(": the ").rstrip(" .,:;") + "."
 
 
+def assigned(module: str, name: str) -> str:
+    """The source of the value of ``Name: TypeAlias = ...``."""
+    return _assignment(module, name)[0]
+
+
 def _after_assignment(module: str, name: str) -> str:
-    """The string literal under ``Name: TypeAlias = ...``, in the file that has it."""
+    return _assignment(module, name)[1]
+
+
+def _assignment(module: str, name: str) -> tuple[str, str]:
+    """The value of ``Name: TypeAlias = ...``, and the string literal under it, in the file that has it."""
     room = PACKAGE / module.removeprefix("purestep").strip(".")
     for path in [*sorted(PACKAGE.glob("*.py")), *sorted(room.glob("*.py"))]:
         for node, after in pairwise(ast.parse(path.read_text("utf-8")).body):
-            assigned = isinstance(node, ast.Assign | ast.AnnAssign) and _target(node) == name
-            if assigned and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-                return str(after.value.value)
-    return ""
+            found = isinstance(node, ast.Assign | ast.AnnAssign) and _target(node) == name and node.value is not None
+            if found and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+                return ast.unparse(node.value).strip("'"), str(after.value.value)
+    return "", ""
 
 
 # --- fields ---

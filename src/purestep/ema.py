@@ -70,6 +70,15 @@ def average(
 ) -> Average:
     r"""Exponential moving average of the trained parameters.
 
+    Example:
+        >>> import torch
+        >>> ema = average(0.5)
+        >>> state = ema.init({"w": torch.zeros(1)}, {})
+        >>> state = ema.update(state, {"w": torch.ones(1)}, {}, torch.tensor(0))
+        >>> state = ema.update(state, {"w": torch.zeros(1)}, {}, torch.tensor(1))
+        >>> state.params["w"].item()
+        0.5
+
     :math:`s_1 = p_1`, then :math:`s_t = d_t s_{t-1} + (1 - d_t) p_t`, as `torch.optim.swa_utils.AveragedModel` with
     `get_ema_multi_avg_fn`, ``EMAModel`` of diffusers and ``EMA`` of ema-pytorch: the first update copies. After n
     updates these first weights still have a share of :math:`d^{n-1}`, so a run should have several times
@@ -88,15 +97,6 @@ def average(
 
     Raises:
         ConfigError: a number is out of its range, or ``initial`` or ``buffers`` has another value.
-
-    Example:
-        >>> import torch
-        >>> ema = average(0.5)
-        >>> state = ema.init({"w": torch.zeros(1)}, {})
-        >>> state = ema.update(state, {"w": torch.ones(1)}, {}, torch.tensor(0))
-        >>> state = ema.update(state, {"w": torch.zeros(1)}, {}, torch.tensor(1))
-        >>> state.params["w"].item()
-        0.5
     """
     check_range("ema", 0, 1, cure="decay=0.999", decay=decay)
     check_count("ema", least=1, every=every)
@@ -121,6 +121,16 @@ def average(
 def swa(start: int, *, every: int = 1, buffers: Literal["copy", "average"] = "copy") -> Average:
     r"""Equal average of the weights from an update on: stochastic weight averaging, as torch's `AveragedModel`.
 
+    Example:
+        >>> import torch
+        >>> mean = swa(2, every=2)
+        >>> state, seen = mean.init({"w": torch.zeros(1)}, {}), []
+        >>> for count in range(5):  # updates 2 and 4 count
+        ...     state = mean.update(state, {"w": torch.full((1,), count + 1.0)}, {}, torch.tensor(count))
+        ...     seen.append(state.params["w"].item())
+        >>> seen
+        [1.0, 2.0, 2.0, 3.0, 3.0]
+
     The weights after the updates ``start``, ``start + every``, ``start + 2 * every``, ... (counted from 1) are averaged
     with equal shares. Before ``start`` the average is a copy of the weights. It goes with a learning rate that stays
     high: ``schedules.join([schedules.cosine(...), schedules.constant(...)], [start])``, or warm restarts by
@@ -139,16 +149,6 @@ def swa(start: int, *, every: int = 1, buffers: Literal["copy", "average"] = "co
 
     References:
         Izmailov et al., 2018, Averaging Weights Leads to Wider Optima and Better Generalization.
-
-    Example:
-        >>> import torch
-        >>> mean = swa(2, every=2)
-        >>> state, seen = mean.init({"w": torch.zeros(1)}, {}), []
-        >>> for count in range(5):  # updates 2 and 4 count
-        ...     state = mean.update(state, {"w": torch.full((1,), count + 1.0)}, {}, torch.tensor(count))
-        ...     seen.append(state.params["w"].item())
-        >>> seen
-        [1.0, 2.0, 2.0, 3.0, 3.0]
     """
     check_count("swa", least=1, cure="swa(start=1000, every=100)", start=start, every=every)
     check_choice("swa", ("copy", "average"), buffers=buffers)

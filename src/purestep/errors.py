@@ -15,11 +15,11 @@ _HARMFUL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u20
 def printable(text: str) -> str:
     """Replace the characters that act on a terminal, or turn the direction of a text, by their escapes.
 
-    Names of leaves, metrics, runs and hosts may come from files of other people. Line breaks and tabs stay.
-
     Example:
         >>> print(printable("loss\\x1b[2J"))
         loss\\x1b[2J
+
+    Names of leaves, metrics, runs and hosts may come from files of other people. Line breaks and tabs stay.
     """
     return _HARMFUL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
@@ -27,14 +27,14 @@ def printable(text: str) -> str:
 class PurestepError(Exception):
     """The base class: what is wrong, where, and the cure.
 
+    Example:
+        >>> str(ConfigError("epochs is -1", where="fit", hint="epochs=10"))
+        'fit: epochs is -1 (cure: epochs=10)'
+
     Args:
         what: the problem, with the wrong value in it.
         where: a leaf path (``params/layers.0.weight``), a file, the name of a loader, or a rank.
         hint: the cure, if possible as code to paste.
-
-    Example:
-        >>> str(ConfigError("epochs is -1", where="fit", hint="epochs=10"))
-        'fit: epochs is -1 (cure: epochs=10)'
     """
 
     def __init__(self, what: str, *, where: str = "", hint: str = "") -> None:

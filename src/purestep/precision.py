@@ -81,6 +81,10 @@ _COMPUTE = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 def policy(name: str | Policy) -> Policy:
     """Return the precision of that name.
 
+    Example:
+        >>> policy("bf16-mixed").compute
+        torch.bfloat16
+
     ``"32-true"`` computes in the dtype of the module (usually float32). ``"64-true"``, ``"bf16-true"`` and
     ``"16-true"`` cast weights and floating inputs. ``"bf16-mixed"`` and ``"16-mixed"`` keep float32 weights and run the
     forward pass under `torch.amp.autocast`. Only ``"16-mixed"`` scales the loss.
@@ -90,10 +94,6 @@ def policy(name: str | Policy) -> Policy:
 
     Raises:
         ConfigError: the name is unknown.
-
-    Example:
-        >>> policy("bf16-mixed").compute
-        torch.bfloat16
     """
     if isinstance(name, Policy):
         return name

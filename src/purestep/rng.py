@@ -24,15 +24,15 @@ _ONE_CALL = torch.tensor([0, 1], dtype=torch.int64, device="cpu")
 def key(seed: int) -> Tensor:
     """A new key. shape=(2,), dtype=int64, CPU.
 
+    Example:
+        >>> key(7).tolist()
+        [7, 0]
+
     Args:
         seed: an int in [-2**63, 2**63).
 
     Raises:
         ConfigError: ``seed`` is no such int.
-
-    Example:
-        >>> key(7).tolist()
-        [7, 0]
     """
     given: Any = seed
     if not isinstance(given, SupportsIndex) or not -(2**63) <= given.__index__() < 2**63:
@@ -53,13 +53,13 @@ def advance(key: Tensor, calls: int = 1) -> Tensor:
 def fold_in(key: Tensor, data: int | str) -> Tensor:
     """A new key from ``key`` and ``data``. Equal arguments give equal keys; others give unrelated keys.
 
-    Args:
-        key: shape=(2,), dtype=int64.
-        data: an index or the name of a stream.
-
     Example:
         >>> bool((fold_in(key(0), 1) == fold_in(key(0), 1)).all()), bool((fold_in(key(0), 1) == key(0)).all())
         (True, False)
+
+    Args:
+        key: shape=(2,), dtype=int64.
+        data: an index or the name of a stream.
     """
     return torch.tensor([mix(*key.tolist(), data), 0], dtype=torch.int64)
 
@@ -79,19 +79,19 @@ def generator(key: Tensor, stream: int | str, device: torch.device | str = "cpu"
 def scoped(seed: int, device: torch.device | None = None) -> AbstractContextManager[None]:
     """Seed torch's global generators inside the ``with`` block and restore them after it.
 
-    One thread at a time runs such a block. A thread that draws from the global generators without `scoped` disturbs
-    the thread inside, and draws from its stream; write ``with ps.rng.scoped(seed): model = Net()``.
-
-    Args:
-        seed: an int in [0, 2**63); `mix` makes one.
-        device: also seed this device's generator. None or the CPU: seed the CPU's alone.
-
     Example:
         >>> def draw():
         ...     with scoped(mix(7, "noise")):
         ...         return torch.rand(())
         >>> bool(draw() == draw())
         True
+
+    One thread at a time runs such a block. A thread that draws from the global generators without `scoped` disturbs
+    the thread inside, and draws from its stream; write ``with ps.rng.scoped(seed): model = Net()``.
+
+    Args:
+        seed: an int in [0, 2**63); `mix` makes one.
+        device: also seed this device's generator. None or the CPU: seed the CPU's alone.
     """
     return global_rng.seeded(seed, device)
 

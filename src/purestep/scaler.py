@@ -63,6 +63,13 @@ def dynamic(
 ) -> Scaler:
     """Multiply the loss by a scale that halves when a gradient overflows and doubles after many finite updates.
 
+    Example:
+        >>> import torch
+        >>> scaler = dynamic(8.0)
+        >>> state = scaler.update(scaler.init(torch.device("cpu")), torch.tensor(False))
+        >>> state.scale.item()
+        4.0
+
     The rule is that of `torch.amp.GradScaler` (`aten::_amp_update_scale_`), with a lower bound: torch's scale may fall
     to 0, after which every gradient is nan; this scale stops falling once it is below ``min_scale``.
 
@@ -77,13 +84,6 @@ def dynamic(
 
     Raises:
         ConfigError: a number is out of range.
-
-    Example:
-        >>> import torch
-        >>> scaler = dynamic(8.0)
-        >>> state = scaler.update(scaler.init(torch.device("cpu")), torch.tensor(False))
-        >>> state.scale.item()
-        4.0
     """
     if min_scale > init_scale:
         what = f"min_scale={min_scale} is more than init_scale={init_scale}"

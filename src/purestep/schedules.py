@@ -57,12 +57,12 @@ _Updates: TypeAlias = Annotated[int, at_least(1)]
 def constant(value: _Finite) -> Schedule:
     """Return ``value`` at every count.
 
-    Args:
-        value: finite.
-
     Example:
         >>> float(constant(0.1)(7))
         0.1
+
+    Args:
+        value: finite.
     """
     return lambda count: torch.full_like(_count_as_float(count), value)
 
@@ -71,14 +71,14 @@ def constant(value: _Finite) -> Schedule:
 def linear(init_value: _Finite, end_value: _Finite, *, transition_steps: _Updates) -> Schedule:
     r"""A straight line from a to b, :math:`a + (b - a) \, t / T`. torch's `LinearLR`: T is its total_iters.
 
+    Example:
+        >>> [float(linear(0.0, 1.0, transition_steps=4)(t)) for t in (0, 1, 4, 9)]
+        [0.0, 0.25, 1.0, 1.0]
+
     Args:
         init_value: a, finite.
         end_value: b, finite.
         transition_steps: T, updates, at least 1.
-
-    Example:
-        >>> [float(linear(0.0, 1.0, transition_steps=4)(t)) for t in (0, 1, 4, 9)]
-        [0.0, 0.25, 1.0, 1.0]
     """
     return lambda count: _line(init_value, end_value, _progress(_count_as_float(count), transition_steps))
 
@@ -89,15 +89,15 @@ def polynomial(
 ) -> Schedule:
     r"""A power of the remaining share, :math:`b + (a - b) (1 - t / T)^p`. torch's `PolynomialLR` has b = 0.
 
+    Example:
+        >>> [float(polynomial(1.0, 0.0, transition_steps=4, power=2.0)(t)) for t in (0, 2, 4)]
+        [1.0, 0.25, 0.0]
+
     Args:
         init_value: a, finite.
         end_value: b, finite.
         transition_steps: T, updates, at least 1.
         power: p > 0.
-
-    Example:
-        >>> [float(polynomial(1.0, 0.0, transition_steps=4, power=2.0)(t)) for t in (0, 2, 4)]
-        [1.0, 0.25, 0.0]
     """
     return lambda count: _line(
         end_value, init_value, (1.0 - _progress(_count_as_float(count), transition_steps)) ** power
@@ -108,6 +108,10 @@ def polynomial(
 def cosine(init_value: _Finite, decay_steps: _Updates, *, end_value: _Finite = 0.0) -> Schedule:
     r"""Half a cosine from a to b, :math:`b + (a - b) (1 + \cos(\pi t / T)) / 2`.
 
+    Example:
+        >>> [round(float(cosine(1.0, 4)(t)), 4) for t in (0, 2, 4, 9)]
+        [1.0, 0.5, 0.0, 0.0]
+
     torch's `CosineAnnealingLR` is equal up to ``T_max=decay_steps`` and rises afterwards; this one stays at b.
 
     Args:
@@ -117,10 +121,6 @@ def cosine(init_value: _Finite, decay_steps: _Updates, *, end_value: _Finite = 0
 
     References:
         Loshchilov and Hutter, 2017, SGDR (without the restarts).
-
-    Example:
-        >>> [round(float(cosine(1.0, 4)(t)), 4) for t in (0, 2, 4, 9)]
-        [1.0, 0.5, 0.0, 0.0]
     """
     return lambda count: _half_cosine(init_value, end_value, _progress(_count_as_float(count), decay_steps))
 
@@ -136,16 +136,16 @@ def exponential(
 ) -> Schedule:
     r"""Exponential decay, :math:`a \, \gamma^{t / T}`. torch's `ExponentialLR` has T = 1.
 
+    Example:
+        >>> [float(exponential(1.0, 0.5, end_value=0.2)(t)) for t in (0, 1, 2, 3)]
+        [1.0, 0.5, 0.25, 0.2]
+
     Args:
         init_value: a, finite.
         gamma: > 0 (optax's ``decay_rate``).
         transition_steps: T, updates, at least 1.
         staircase: round the exponent down.
         end_value: a lower bound for gamma < 1, else an upper bound. None: no bound.
-
-    Example:
-        >>> [float(exponential(1.0, 0.5, end_value=0.2)(t)) for t in (0, 1, 2, 3)]
-        [1.0, 0.5, 0.25, 0.2]
     """
 
     def schedule(count: _Count) -> Tensor:
@@ -164,6 +164,10 @@ def warmup_cosine(
 ) -> Schedule:
     """Linear warm-up from ``start`` to ``peak`` over ``warmup`` updates, then half a cosine to ``end`` at ``total``.
 
+    Example:
+        >>> [round(float(warmup_cosine(1.0, 2, total=6)(t)), 4) for t in (0, 1, 2, 4, 6)]
+        [0.0, 0.5, 1.0, 0.5, 0.0]
+
     The first update uses ``start``, as in optax and Hugging Face.
 
     Args:
@@ -175,10 +179,6 @@ def warmup_cosine(
 
     Raises:
         ConfigError: the warm-up does not end before ``total``.
-
-    Example:
-        >>> [round(float(warmup_cosine(1.0, 2, total=6)(t)), 4) for t in (0, 1, 2, 4, 6)]
-        [0.0, 0.5, 1.0, 0.5, 0.0]
     """
     if warmup >= total:
         raise ConfigError(
@@ -208,6 +208,10 @@ def warmup_stable_decay(
 ) -> Schedule:
     """Linear warm-up over ``warmup`` updates, a constant phase, and a decay over the last ``decay`` of ``total``.
 
+    Example:
+        >>> [float(warmup_stable_decay(1.0, 2, decay=2, total=8)(t)) for t in (1, 2, 6, 7, 8)]
+        [0.5, 1.0, 1.0, 0.5, 0.0]
+
     The constant phase does not depend on ``total``, so a run can be extended from a snapshot taken in it.
 
     Args:
@@ -226,10 +230,6 @@ def warmup_stable_decay(
     References:
         Hu et al., 2024, MiniCPM; ``"sqrt"``: Hägele et al., 2024, Scaling laws and compute-optimal training beyond
         fixed training durations.
-
-    Example:
-        >>> [float(warmup_stable_decay(1.0, 2, decay=2, total=8)(t)) for t in (1, 2, 6, 7, 8)]
-        [0.5, 1.0, 1.0, 0.5, 0.0]
     """
     if warmup + decay > total:
         raise ConfigError(
@@ -259,14 +259,14 @@ def warmup_stable_decay(
 def step(init_value: _Finite, step_size: _Updates, *, gamma: _Positive = 0.1) -> Schedule:
     r"""A factor every n updates, :math:`a \, \gamma^{\lfloor t / n \rfloor}`. torch's `StepLR`.
 
+    Example:
+        >>> [round(float(step(1.0, 10)(t)), 4) for t in (9, 10, 20)]
+        [1.0, 0.1, 0.01]
+
     Args:
         init_value: a, finite.
         step_size: n, updates, at least 1.
         gamma: > 0.
-
-    Example:
-        >>> [round(float(step(1.0, 10)(t)), 4) for t in (9, 10, 20)]
-        [1.0, 0.1, 0.01]
     """
     return lambda count: init_value * gamma ** torch.floor(_count_as_float(count) / step_size)
 
@@ -275,6 +275,10 @@ def step(init_value: _Finite, step_size: _Updates, *, gamma: _Positive = 0.1) ->
 def multistep(init_value: _Finite, milestones: Iterable[int], *, gamma: _Positive = 0.1) -> Schedule:
     r"""A factor at each milestone, :math:`a \, \gamma^{n}` after n of them. torch's `MultiStepLR`.
 
+    Example:
+        >>> [round(float(multistep(1.0, [10, 15])(t)), 4) for t in (9, 10, 15)]
+        [1.0, 0.1, 0.01]
+
     Args:
         init_value: a, finite.
         milestones: updates, each at least 1; a repeated milestone counts twice.
@@ -282,10 +286,6 @@ def multistep(init_value: _Finite, milestones: Iterable[int], *, gamma: _Positiv
 
     Raises:
         ConfigError: the milestones are not a list, or one is out of range.
-
-    Example:
-        >>> [round(float(multistep(1.0, [10, 15])(t)), 4) for t in (9, 10, 15)]
-        [1.0, 0.1, 0.01]
     """
     points = listed("multistep", milestones=milestones)
     for milestone in points:
@@ -314,6 +314,10 @@ def one_cycle(
 ) -> Schedule:
     """Rise from ``max_lr / div_factor`` to ``max_lr``, fall to the initial value over ``final_div_factor``.
 
+    Example:
+        >>> [round(float(one_cycle(1.0, 10)(t)), 4) for t in (0, 2, 9)]
+        [0.04, 1.0, 0.0]
+
     torch's `OneCycleLR`, without the cycled momentum: torch cycles the momentum unless ``cycle_momentum=False``.
 
     Args:
@@ -330,10 +334,6 @@ def one_cycle(
 
     References:
         Smith and Topin, 2017, Super-convergence.
-
-    Example:
-        >>> [round(float(one_cycle(1.0, 10)(t)), 4) for t in (0, 2, 9)]
-        [0.04, 1.0, 0.0]
     """
     check_choice("one_cycle", ("cos", "linear"), anneal_strategy=anneal_strategy)
     initial, top = max_lr / div_factor, pct_start * total_steps - 1
@@ -359,6 +359,12 @@ def piecewise(
 ) -> Schedule:
     """Multiply ``init_value`` by the scale of every boundary reached, in steps or interpolated.
 
+    Example:
+        >>> [float(piecewise(1.0, {10: 0.5, 20: 0.5})(t)) for t in (9, 10, 20)]
+        [1.0, 0.5, 0.25]
+        >>> float(piecewise(1.0, {10: 0.5}, interpolate_type="linear")(5))
+        0.75
+
     Args:
         init_value: finite.
         boundaries_and_scales: update -> factor >= 0; updates of at least 1.
@@ -366,12 +372,6 @@ def piecewise(
 
     Raises:
         ConfigError: the boundaries are not a mapping, or the interpolation is unknown.
-
-    Example:
-        >>> [float(piecewise(1.0, {10: 0.5, 20: 0.5})(t)) for t in (9, 10, 20)]
-        [1.0, 0.5, 0.25]
-        >>> float(piecewise(1.0, {10: 0.5}, interpolate_type="linear")(5))
-        0.75
     """
     mapping: Any = boundaries_and_scales
     if not isinstance(mapping, Mapping):
@@ -396,6 +396,12 @@ def piecewise(
 def join(schedules: Sequence[_AnySchedule], boundaries: Sequence[int]) -> Schedule:
     """Run schedules one after another; each counts from its own begin. torch's `SequentialLR`.
 
+    Example:
+        >>> from purestep.schedules import constant, linear
+        >>> warm = join([linear(0.0, 1.0, transition_steps=2), constant(0.5)], [3])
+        >>> [float(warm(t)) for t in (1, 2, 3)]
+        [0.5, 1.0, 0.5]
+
     Args:
         schedules: at least one.
         boundaries: rising counts at which the second and each later schedule begins, one fewer than schedules.
@@ -403,12 +409,6 @@ def join(schedules: Sequence[_AnySchedule], boundaries: Sequence[int]) -> Schedu
     Raises:
         ConfigError: the boundaries are not rising counts of at least 1, or their number is wrong; an entry of
             ``schedules`` is not a function.
-
-    Example:
-        >>> from purestep.schedules import constant, linear
-        >>> warm = join([linear(0.0, 1.0, transition_steps=2), constant(0.5)], [3])
-        >>> [float(warm(t)) for t in (1, 2, 3)]
-        [0.5, 1.0, 0.5]
     """
     parts, begins = listed("join", schedules=schedules), listed("join", boundaries=boundaries)
     for index, part in enumerate(parts):
@@ -437,18 +437,18 @@ def join(schedules: Sequence[_AnySchedule], boundaries: Sequence[int]) -> Schedu
 def per_epoch(schedule: _AnySchedule, *, updates_per_epoch: _Updates) -> Schedule:
     """Convert a schedule by epoch to a schedule by update: the value is constant within an epoch.
 
+    Example:
+        >>> from purestep.schedules import step
+        >>> by_epoch = per_epoch(step(1.0, 1, gamma=0.5), updates_per_epoch=10)
+        >>> [float(by_epoch(t)) for t in (9, 10, 20)]
+        [1.0, 0.5, 0.25]
+
     Args:
         schedule: a function of the count of epochs.
         updates_per_epoch: at least 1; with accumulation, the number of accumulation windows per epoch.
 
     Raises:
         ConfigError: ``schedule`` is not a function.
-
-    Example:
-        >>> from purestep.schedules import step
-        >>> by_epoch = per_epoch(step(1.0, 1, gamma=0.5), updates_per_epoch=10)
-        >>> [float(by_epoch(t)) for t in (9, 10, 20)]
-        [1.0, 0.5, 0.25]
     """
     check_callable("per_epoch", _as_schedule(schedule), schedule=schedule)
     return lambda count: schedule(torch.div(torch.as_tensor(count), updates_per_epoch, rounding_mode="floor"))
@@ -463,6 +463,12 @@ def from_torch_scheduler(
     scheduler: Callable[..., LRScheduler], learning_rate: float, *, steps: int, key: str = "lr", **kwargs: Any
 ) -> Schedule:
     """Tabulate the learning rates of one of torch's schedulers.
+
+    Example:
+        >>> from torch.optim.lr_scheduler import LambdaLR
+        >>> halving = from_torch_scheduler(LambdaLR, 1.0, steps=10, lr_lambda=lambda t: 0.5**t)
+        >>> [float(halving(t)) for t in (0, 2, 100)]
+        [1.0, 0.25, 0.001953125]
 
     `OneCycleLR` and `CyclicLR` also cycle the momentum, unless ``cycle_momentum=False`` is passed. A table holds one
     hyperparameter: ``key="momentum"`` tabulates the momentum, for an optimizer with both injected:
@@ -482,12 +488,6 @@ def from_torch_scheduler(
 
     Warns:
         UserWarning: the scheduler cycles the momentum, and the table holds the learning rate only.
-
-    Example:
-        >>> from torch.optim.lr_scheduler import LambdaLR
-        >>> halving = from_torch_scheduler(LambdaLR, 1.0, steps=10, lr_lambda=lambda t: 0.5**t)
-        >>> [float(halving(t)) for t in (0, 2, 100)]
-        [1.0, 0.25, 0.001953125]
     """
     check_range("from_torch_scheduler", -math.inf, ends="()", learning_rate=learning_rate)
     check_count("from_torch_scheduler", least=1, steps=steps)

@@ -22,6 +22,10 @@ Mode: TypeAlias = Literal["min", "max"]
 class EarlyStopping:
     """Stop after ``patience`` epochs in a row without improvement.
 
+    Example:
+        >>> EarlyStopping(patience=20, start_ratio=0.5)
+        EarlyStopping(patience=20, min_delta=0.0, start_ratio=0.5)
+
     Args:
         patience: number of epochs (or evaluations, if they are not once per epoch), at least 1. The run stops after
             this many in a row without improvement.
@@ -34,10 +38,6 @@ class EarlyStopping:
 
     Raises:
         ConfigError: a number is out of its range.
-
-    Example:
-        >>> EarlyStopping(patience=20, start_ratio=0.5)
-        EarlyStopping(patience=20, min_delta=0.0, start_ratio=0.5)
     """
 
     patience: int
@@ -52,12 +52,12 @@ class EarlyStopping:
     def start(self, total: int | None) -> int:
         """The first epoch, from 1, that may count as bad: ``total * start_ratio``, rounded down.
 
-        Raises:
-            ConfigError: ``start_ratio`` is set, and the number of epochs is unknown.
-
         Example:
             >>> EarlyStopping(patience=2, start_ratio=0.5).start(100)
             50
+
+        Raises:
+            ConfigError: ``start_ratio`` is set, and the number of epochs is unknown.
         """
         if self.start_ratio == 0.0:
             return 1
@@ -136,12 +136,12 @@ def _is_better(value: float | None, best: float | None, *, mode: Mode, min_delta
 def default_mode(monitor: str) -> Mode:
     """Return ``"min"`` for a loss, error or perplexity, also of one member of an ensemble: ``"val_loss[3]"``.
 
-    Raises:
-        ConfigError: the metric has another name, which does not show whether small or large values are good.
-
     Example:
         >>> default_mode("val_loss")
         'min'
+
+    Raises:
+        ConfigError: the metric has another name, which does not show whether small or large values are good.
     """
     if base_name(monitor.lower()).endswith(("loss", "error", "perplexity")):
         return "min"

@@ -24,6 +24,16 @@ from .types import Metrics, Program, Tree
 def assert_pure(step: Callable[..., Any], state: Tree, batch: Any, *context: Any) -> None:
     """Assert that a step is a pure function of its arguments.
 
+    Example:
+        >>> import torch, purestep as ps
+        >>> counter = []
+        >>> def step(state, batch):
+        ...     counter.append(1)
+        ...     return state + len(counter), {}
+        >>> assert_pure(step, torch.zeros(()), None)
+        Traceback (most recent call last):
+        purestep.errors.StepContractError: state: the second call with the same state and batch returns ...
+
     Calls the step twice with the same state and batch. Both results must have the same bits. The step must not change
     the state, the batch, other tensors that were there before (of a teacher in the objective's closure), or the global
     generators of torch, numpy and Python. The new state must keep structure, shapes, dtypes and
@@ -38,16 +48,6 @@ def assert_pure(step: Callable[..., Any], state: Tree, batch: Any, *context: Any
 
     Raises:
         StepContractError: the step is not pure; the message says what changed, and where.
-
-    Example:
-        >>> import torch, purestep as ps
-        >>> counter = []
-        >>> def step(state, batch):
-        ...     counter.append(1)
-        ...     return state + len(counter), {}
-        >>> assert_pure(step, torch.zeros(()), None)
-        Traceback (most recent call last):
-        purestep.errors.StepContractError: state: the second call with the same state and batch returns ...
     """
     parts = {"state": state, "batch": batch, "context": context}
     with _reported():
@@ -66,6 +66,14 @@ def _reported() -> Generator[None]:
 def assert_accumulates(program: Program, whole: Program, batch: Tree, parts: Sequence[Tree], *, rtol: float) -> None:
     """Assert that micro-batches give the same update as their whole batch.
 
+    Example:
+        >>> import torch, purestep as ps
+        >>> net, objective, tx = torch.nn.Linear(2, 1), ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1)
+        >>> x, y = torch.randn(6, 2), torch.randn(6, 1)
+        >>> whole = ps.program(net, objective, tx, precision="64-true")
+        >>> halves = ps.program(net, objective, tx, precision="64-true", accumulate=2)
+        >>> assert_accumulates(halves, whole, (x, y), [(x[:4], y[:4]), (x[4:], y[4:])], rtol=1e-12)
+
     Use programs with `optim.sgd`: the first update of Adam and its relatives hardly depends on a gradient's size.
 
     Args:
@@ -80,14 +88,6 @@ def assert_accumulates(program: Program, whole: Program, batch: Tree, parts: Seq
         StepContractError: a parameter differs; the message names the one that differs most.
         ConfigError: a program has no ``init``, or accumulates another number of parts; the update of the whole
             batch is not finite, or changes no parameter, so that there is nothing to compare.
-
-    Example:
-        >>> import torch, purestep as ps
-        >>> net, objective, tx = torch.nn.Linear(2, 1), ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1)
-        >>> x, y = torch.randn(6, 2), torch.randn(6, 1)
-        >>> whole = ps.program(net, objective, tx, precision="64-true")
-        >>> halves = ps.program(net, objective, tx, precision="64-true", accumulate=2)
-        >>> assert_accumulates(halves, whole, (x, y), [(x[:4], y[:4]), (x[4:], y[4:])], rtol=1e-12)
     """
     start = _started(whole, 1)
     expected = _through(whole, start, [batch])
@@ -143,6 +143,11 @@ class Replay(NamedTuple):
 def record(path: str | Path, state: Tree, batch: Any) -> Path:
     """Write a state and a batch into one file, bit for bit, for `replay`. `fit` calls it when it has snapshots.
 
+    Example:
+        >>> import tempfile, torch
+        >>> record(tempfile.mkdtemp() + "/step.safetensors", {"w": torch.zeros(2)}, torch.ones(3)).name
+        'step.safetensors'
+
     Args:
         path: the file; an existing one is replaced.
         state: the state of a program.
@@ -151,11 +156,6 @@ def record(path: str | Path, state: Tree, batch: Any) -> Path:
     Raises:
         StateError: the batch contains an object that cannot be stored.
         WriteFailed: the file could not be written.
-
-    Example:
-        >>> import tempfile, torch
-        >>> record(tempfile.mkdtemp() + "/step.safetensors", {"w": torch.zeros(2)}, torch.ones(3)).name
-        'step.safetensors'
     """
     return replay_.write(path, plain(state), batch, {})
 
@@ -163,6 +163,17 @@ def record(path: str | Path, state: Tree, batch: Any) -> Path:
 def replay(path: str | Path, program: Program, *, like: Tree = None) -> Replay:
     """Repeat a recorded step, in eager mode with torch's anomaly detection: the one that a `NonFiniteError` names, or
     one of `record`.
+
+    Example:
+        >>> import tempfile, torch, purestep as ps
+        >>> class Root(torch.nn.Linear):
+        ...     def forward(self, x):
+        ...         return super().forward(x).sqrt()
+        >>> program = ps.program(Root(2, 1), ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
+        >>> batch = torch.full((4, 2), -torch.inf), torch.ones(4, 1)
+        >>> path = record(tempfile.mkdtemp() + "/step.safetensors", program.init(device="cpu"), batch)
+        >>> replay(path, program).first
+        'batch/0: 8 of 8 numbers are not finite'
 
     The file contains no code, so pass the program too. On the same kind of device, with the same versions, the step
     gives the same bits as in the run, dropout included.
@@ -177,17 +188,6 @@ def replay(path: str | Path, program: Program, *, like: Tree = None) -> Replay:
         Corrupt: the file is damaged.
         Mismatch: the file is from another program or a later version.
         ConfigError: the program has no ``init``, and ``like`` is None.
-
-    Example:
-        >>> import tempfile, torch, purestep as ps
-        >>> class Root(torch.nn.Linear):
-        ...     def forward(self, x):
-        ...         return super().forward(x).sqrt()
-        >>> program = ps.program(Root(2, 1), ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
-        >>> batch = torch.full((4, 2), -torch.inf), torch.ones(4, 1)
-        >>> path = record(tempfile.mkdtemp() + "/step.safetensors", program.init(device="cpu"), batch)
-        >>> replay(path, program).first
-        'batch/0: 8 of 8 numbers are not finite'
     """
     if like is None:
         if program.init is None:
@@ -220,6 +220,16 @@ def first_difference(a: Run, b: Run, *, rtol: float = 0.0, atol: float = 0.0) ->
     """Find the first step at which two runs differ: two programs from one state (eager and compiled, before and after
     a change, two versions of a model), or one program on two states or lists of batches.
 
+    Example:
+        >>> import torch, purestep as ps
+        >>> net, objective = torch.nn.Linear(2, 1), ps.supervised(torch.nn.MSELoss())
+        >>> one, two = (ps.program(net, objective, ps.optim.sgd(lr)) for lr in (0.1, 0.2))
+        >>> state, batches = one.init(device="cpu"), [(torch.ones(4, 2), torch.ones(4, 1))] * 3
+        >>> first_difference(Run(one, state, batches), Run(one, state, batches)) is None
+        True
+        >>> first_difference(Run(one, state, batches), Run(two, state, batches)).step
+        1
+
     The runs make their steps side by side, and their states and batches are compared before and after each step.
 
     Args:
@@ -233,16 +243,6 @@ def first_difference(a: Run, b: Run, *, rtol: float = 0.0, atol: float = 0.0) ->
 
     Raises:
         Mismatch: the runs have different numbers of batches.
-
-    Example:
-        >>> import torch, purestep as ps
-        >>> net, objective = torch.nn.Linear(2, 1), ps.supervised(torch.nn.MSELoss())
-        >>> one, two = (ps.program(net, objective, ps.optim.sgd(lr)) for lr in (0.1, 0.2))
-        >>> state, batches = one.init(device="cpu"), [(torch.ones(4, 2), torch.ones(4, 1))] * 3
-        >>> first_difference(Run(one, state, batches), Run(one, state, batches)) is None
-        True
-        >>> first_difference(Run(one, state, batches), Run(two, state, batches)).step
-        1
     """
     if len(a.batches) != len(b.batches):
         raise Mismatch(

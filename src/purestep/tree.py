@@ -72,15 +72,15 @@ def device(leaves: Iterable[Any]) -> torch.device:
 def map(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: Callable[[Any], bool] | None = None) -> Tree:
     """Apply ``fn`` to corresponding leaves and return a tree of the same structure.
 
+    Example:
+        >>> map(lambda a, b: a + b, {"w": 1, "b": (2, 3)}, {"w": 10, "b": (20, 30)})
+        {'w': 11, 'b': (22, 33)}
+
     A node for which ``is_leaf(node)`` is True is a leaf.
 
     Raises:
         ValueError: the trees have different structures.
         StateError: the tree is nested too deeply, as if a node contains itself.
-
-    Example:
-        >>> map(lambda a, b: a + b, {"w": 1, "b": (2, 3)}, {"w": 10, "b": (20, 30)})
-        {'w': 11, 'b': (22, 33)}
     """
     try:
         return optree.tree_map(fn, tree, *rest, is_leaf=is_leaf, namespace=_SPACE)
@@ -104,12 +104,12 @@ def _entry_text(entry: Any) -> str:
 def with_paths(tree: Tree, *, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
     """``[(path, leaf), ...]`` in the order of `leaves`. A node for which ``is_leaf(node)`` is True is a leaf.
 
-    Raises:
-        StateError: the tree is nested too deeply, as if a node contains itself.
-
     Example:
         >>> with_paths({"layers": [{"w": 1}, {"w": 2}]})
         [('layers/0/w', 1), ('layers/1/w', 2)]
+
+    Raises:
+        StateError: the tree is nested too deeply, as if a node contains itself.
     """
     try:
         accessors, found, _ = optree.tree_flatten_with_accessor(tree, is_leaf=is_leaf, namespace=_SPACE)
@@ -207,15 +207,6 @@ def detach(tree: Tree) -> Tree:
 def dicts(tree: Tree, *, where: str | None = "batch") -> Tree:
     """The tree with mappings that optree does not know (Hugging Face's BatchEncoding) as plain dicts.
 
-    It makes optree see dataclasses, attrs classes and namespaces as nodes. Returns the same object if nothing changes.
-
-    Args:
-        tree: a batch, or outputs of a model.
-        where: the name of the tree in errors. None: objects of other classes that hold tensors are leaves.
-
-    Raises:
-        DataError: it holds such an object.
-
     Example:
         >>> from collections import UserDict
         >>> dicts((UserDict(x=1), 2))
@@ -223,6 +214,16 @@ def dicts(tree: Tree, *, where: str | None = "batch") -> Tree:
         >>> from types import SimpleNamespace
         >>> leaves(dicts(SimpleNamespace(x=1, y=(2, 3))))
         [1, 2, 3]
+
+    `dicts` makes optree see dataclasses, attrs classes and namespaces as nodes. Returns the same object if nothing
+    changes.
+
+    Args:
+        tree: a batch, or outputs of a model.
+        where: the name of the tree in errors. None: objects of other classes that hold tensors are leaves.
+
+    Raises:
+        DataError: it holds such an object.
     """
     if isinstance(tree, Tensor) or all(isinstance(leaf, _ATOMS) for leaf in leaves(tree)):
         return tree
@@ -251,17 +252,17 @@ _REGISTERED: dict[type, tuple[Callable[[Any], Mapping[str, Any]], Callable[..., 
 def attributes(node: Any, *, where: str = "batch") -> dict[str, Any] | None:
     """The children of a dataclass, an attrs class, a namespace or a registered class by name; None for another node.
 
+    Example:
+        >>> from types import SimpleNamespace
+        >>> attributes(SimpleNamespace(y=2, x=1)), attributes({"x": 1})
+        ({'x': 1, 'y': 2}, None)
+
     Args:
         node: a node of a batch.
         where: its path.
 
     Raises:
         DataError: the node is an object of another class that holds tensors.
-
-    Example:
-        >>> from types import SimpleNamespace
-        >>> attributes(SimpleNamespace(y=2, x=1)), attributes({"x": 1})
-        ({'x': 1, 'y': 2}, None)
     """
     if type(node) in _REGISTERED:
         return dict(_REGISTERED[type(node)][0](node))
@@ -308,12 +309,12 @@ def _holds_tensor(node: Any) -> bool:
 def build(cls: type, children: Mapping[str, Any]) -> Any:
     """An object of this class with these children; the inverse of `attributes`.
 
-    The constructor of a dataclass is not called, because it may reject or convert its arguments.
-
     Example:
         >>> from types import SimpleNamespace
         >>> build(SimpleNamespace, {"x": 1})
         namespace(x=1)
+
+    The constructor of a dataclass is not called, because it may reject or convert its arguments.
     """
     if cls in _REGISTERED:
         return _REGISTERED[cls][1](**children)
@@ -353,11 +354,6 @@ def signature(tree: Tree) -> tuple[TreeDef, tuple[Any, ...]]:
 def register(cls: type, flatten: Callable[[Any], Any], unflatten: Callable[..., Any]) -> None:
     """Make objects of a class nodes, such as batches of a library's own class. Call it once for a class.
 
-    Args:
-        cls: a class. Its subclasses are not registered.
-        flatten: ``node -> {name: child}``; for a subclass of a NamedTuple, ``node -> (values of its fields)``.
-        unflatten: called with the children, by name; for a subclass of a NamedTuple, by position.
-
     Example:
         >>> class Graph:
         ...     def __init__(self, x, edges):
@@ -365,6 +361,11 @@ def register(cls: type, flatten: Callable[[Any], Any], unflatten: Callable[..., 
         >>> register(Graph, vars, Graph)
         >>> with_paths(Graph(7, edges=[1, 2]))
         [('x', 7), ('edges/0', 1), ('edges/1', 2)]
+
+    Args:
+        cls: a class. Its subclasses are not registered.
+        flatten: ``node -> {name: child}``; for a subclass of a NamedTuple, ``node -> (values of its fields)``.
+        unflatten: called with the children, by name; for a subclass of a NamedTuple, by position.
     """
     fields: tuple[str, ...] | None = getattr(cls, "_fields", None)
     if fields is None:

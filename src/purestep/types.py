@@ -33,17 +33,17 @@ class Empty(NamedTuple):
 class Mean(NamedTuple):
     """A weighted mean that can be merged: the total and the weight.
 
-    Both may be vectors with one mean for each class; ``float()`` then returns the mean over the classes whose weight
-    is not 0. ``<`` and `format` use this number. `metrics.merge` adds Means; ``==`` compares the two tensors.
-
-    Args:
-        total: shape=() or (n,), dtype=float32; float64 in a program whose loss is float64.
-        weight: the same shape and dtype.
-
     Example:
         >>> mean = Mean(torch.tensor(6.0), torch.tensor(4.0))
         >>> float(mean), mean < 2, f"{mean:.3f}"
         (1.5, True, '1.500')
+
+    Both fields may be vectors with one mean for each class; ``float()`` then returns the mean over the classes whose
+    weight is not 0. ``<`` and `format` use this number. `metrics.merge` adds Means; ``==`` compares the two tensors.
+
+    Args:
+        total: shape=() or (n,), dtype=float32; float64 in a program whose loss is float64.
+        weight: the same shape and dtype.
     """
 
     total: Tensor
@@ -103,6 +103,13 @@ class _NoMetrics(dict[str, Mean]):
 class Loss(NamedTuple):
     """The result of an objective.
 
+    Example:
+        >>> def objective(model, batch):
+        ...     error = (model(batch["x"]) - batch["y"]).square()
+        ...     return Loss(error.mean(), torch.tensor(float(error.numel())))
+        >>> objective(lambda x: 2 * x, {"x": torch.ones(4), "y": torch.zeros(4)}).mean
+        tensor(4.)
+
     A step differentiates ``mean``, accumulates gradient x ``weight``, and divides once by the summed weight, so that
     micro-batches of different sizes give the gradient of the whole batch. A weight of 0 skips the update.
 
@@ -118,13 +125,6 @@ class Loss(NamedTuple):
         weight: the number of examples, tokens or elements that ``mean`` averages, shape=().
         metrics: by name, as from `purestep.metrics`.
         outputs: tensors by name, in any nesting.
-
-    Example:
-        >>> def objective(model, batch):
-        ...     error = (model(batch["x"]) - batch["y"]).square()
-        ...     return Loss(error.mean(), torch.tensor(float(error.numel())))
-        >>> objective(lambda x: 2 * x, {"x": torch.ones(4), "y": torch.zeros(4)}).mean
-        tensor(4.)
     """
 
     mean: Tensor
@@ -135,6 +135,14 @@ class Loss(NamedTuple):
 
 class TrainState(NamedTuple):
     """Everything that changes while a model trains, as one immutable pytree of tensors.
+
+    Example:
+        >>> import purestep as ps
+        >>> program = ps.program(torch.nn.Linear(2, 1), ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
+        >>> state = program.init(seed=0)
+        >>> state
+        TrainState(step=0, updates=0, params=2 (3 numbers), frozen=0, buffers=0, seed=0, device=cpu)
+        >>> colder = state._replace(params={name: p / 2 for name, p in state.params.items()})
 
     All leaves are on one device except ``key``, which is on the CPU. The field of a disabled component is `Empty`.
 
@@ -158,14 +166,6 @@ class TrainState(NamedTuple):
             ``nonfinite="skip"``.
         key: the seed and the number of calls, from which random numbers follow: shape=(2,), dtype=int64, on the CPU.
         placement: how several processes hold this state (`parallel.Placement`), without leaves; Empty for one process.
-
-    Example:
-        >>> import purestep as ps
-        >>> program = ps.program(torch.nn.Linear(2, 1), ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
-        >>> state = program.init(seed=0)
-        >>> state
-        TrainState(step=0, updates=0, params=2 (3 numbers), frozen=0, buffers=0, seed=0, device=cpu)
-        >>> colder = state._replace(params={name: p / 2 for name, p in state.params.items()})
     """
 
     step: Tensor
@@ -208,13 +208,13 @@ def _text(number: Tensor) -> Any:
 class Model(Protocol):
     """The first argument of an objective: the module as a pure function of its weights.
 
-    ``model(...)`` calls forward, ``model.call("encode", x)`` another method or a submodule (by its dotted name:
-    ``"encoder.layers.0"``). ``model.params`` are the weights by name, ``model.training`` is the mode.
-
     Example:
         >>> def objective(model: Model, batch: Tensor) -> Loss:
         ...     penalty = sum(p.square().sum() for p in model.params.values())
         ...     return Loss(model(batch).mean() + 1e-4 * penalty, torch.tensor(float(len(batch))), {})
+
+    ``model(...)`` calls forward, ``model.call("encode", x)`` another method or a submodule (by its dotted name:
+    ``"encoder.layers.0"``). ``model.params`` are the weights by name, ``model.training`` is the mode.
     """
 
     params: Mapping[str, Tensor]
@@ -375,6 +375,14 @@ def _no_flush(state: Any) -> tuple[Any, Metrics]:
 class Program(NamedTuple):
     """A model, an objective and a transform as pure functions. `fit` needs only ``train_step``.
 
+    Example:
+        >>> import torch
+        >>> def train_step(state, batch):
+        ...     return {"w": state["w"] + batch}, {}
+        >>> program = Program(train_step)
+        >>> program.train_step({"w": torch.zeros(())}, 1)[0]["w"].item()
+        1.0
+
     Args:
         train_step: ``(state, batch, *context) -> (state, metrics)``, where ``metrics["outputs"]`` are `Loss.outputs`.
         flush: ``(state) -> (state, metrics)``: apply an accumulation window that the end of an epoch left open.
@@ -388,14 +396,6 @@ class Program(NamedTuple):
         static: names, masks and ties, for packing and export.
         begin: ``(state) -> state``: the state at the beginning of an epoch, with the buffers of ``carry=`` as in the
             module. `fit` and `run_epoch` call it; call it in a loop of your own.
-
-    Example:
-        >>> import torch
-        >>> def train_step(state, batch):
-        ...     return {"w": state["w"] + batch}, {}
-        >>> program = Program(train_step)
-        >>> program.train_step({"w": torch.zeros(())}, 1)[0]["w"].item()
-        1.0
     """
 
     train_step: TrainStep  # (state, batch, *context) -> (state, metrics)

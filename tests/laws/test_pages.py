@@ -39,7 +39,7 @@ HEADINGS = {
     "Many models train in one step": "ensembles.md",
     "A run can be stopped anywhere": "resume.md#resume",
     "A loss that is not finite ends a run of `fit`": "nan.md#find-the-operation",
-    "The averaged weights are a view": "averages.md#what-is-scored-is-what-is-shipped",
+    "The averaged weights are a view": "averages.md#scored-and-shipped-weights-are-the-same",
     "A step compiles as one graph": "compile.md#compile-a-step",
     "A donated step overwrites its input state": "compile.md#a-donated-step-overwrites-its-input-state",
     "Eager steps beside a loop by hand": "compile.md#uncompiled-speed",

@@ -216,7 +216,6 @@ def test_the_example_trains_both_and_goes_on_where_it_was(gan: Any, tmp_path: Pa
     ]
     epochs = [line for line in lines if line.startswith("epoch ") and "critic_loss" in line]
     assert len(epochs) == 3
-    assert (tmp_path / "whole" / "curves.png").stat().st_size > 1000
 
     run_epoch, calls = gan.ps.run_epoch, []
 

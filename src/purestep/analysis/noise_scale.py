@@ -30,6 +30,15 @@ def gradient_noise_scale(
 ) -> Callable[..., NoiseScale]:
     r"""Return a function that estimates the simple noise scale of McCandlish et al. (2018).
 
+    Example:
+        >>> import torch, purestep as ps
+        >>> program = ps.program(torch.nn.Linear(2, 1), ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
+        >>> state = program.init(device="cpu")
+        >>> batches = [(x := torch.randn(64, 2), x.sum(1, keepdim=True) + 3 + torch.randn(64, 1)) for _ in range(4)]
+        >>> found = ps.gradient_noise_scale(program)(state, *batches)
+        >>> bool((found.noise_scale > 0) & (found.trace > 0))
+        True
+
     :math:`B_{simple} = tr(\Sigma) / |G|^2`, with the gradient :math:`G` of the whole distribution and the covariance
     :math:`\Sigma` of gradients of single examples. Batches much smaller than this are mostly noise; batches much larger
     waste examples. The estimates from n gradients :math:`g_i` with the mean :math:`\bar g` are unbiased:
@@ -49,15 +58,6 @@ def gradient_noise_scale(
     Raises:
         ConfigError: the program has no objective or is distributed, or its loss has ``reduction="sum"``.
         StateError, DataError, StepContractError: from the function: as `per_example`; a batch has fewer than 2 rows.
-
-    Example:
-        >>> import torch, purestep as ps
-        >>> program = ps.program(torch.nn.Linear(2, 1), ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
-        >>> state = program.init(device="cpu")
-        >>> batches = [(x := torch.randn(64, 2), x.sum(1, keepdim=True) + 3 + torch.randn(64, 1)) for _ in range(4)]
-        >>> found = ps.gradient_noise_scale(program)(state, *batches)
-        >>> bool((found.noise_scale > 0) & (found.trace > 0))
-        True
     """
     where = "gradient_noise_scale"
     parts = parts_for(program, where)

@@ -32,6 +32,13 @@ def per_example(
 ) -> Callable[..., PerExample]:
     """Return a function that computes the gradient of every example of a batch by the program's own objective.
 
+    Example:
+        >>> import torch, purestep as ps
+        >>> program = ps.program(torch.nn.Linear(2, 1), ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
+        >>> found = ps.per_example(program)(program.init(device="cpu"), (torch.randn(8, 2), torch.randn(8, 1)))
+        >>> found.grads["weight"].shape, found.norms.shape
+        (torch.Size([8, 1, 2]), torch.Size([8]))
+
     Each row is a batch of one example for the objective: row i of a gradient is the gradient of
     ``objective(model, batch[i:i + 1]).mean``, computed by `torch.func.vmap` over `torch.func.grad`. Frozen parameters
     have no gradients. Accumulation, loss scale and clipping of the program are not applied. An example of weight 0 has
@@ -62,13 +69,6 @@ def per_example(
         StateError: from the function: the state is not a TrainState of one process.
         DataError: from the function: the batch has no rows, or different numbers of rows.
         StepContractError: from the function: torch cannot map the model, or a BatchNorm is in train mode.
-
-    Example:
-        >>> import torch, purestep as ps
-        >>> program = ps.program(torch.nn.Linear(2, 1), ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
-        >>> found = ps.per_example(program)(program.init(device="cpu"), (torch.randn(8, 2), torch.randn(8, 1)))
-        >>> found.grads["weight"].shape, found.norms.shape
-        (torch.Size([8, 1, 2]), torch.Size([8]))
     """
     parts = parts_for(program, "per_example")
     check_divisible(parts, "per_example")

@@ -159,6 +159,16 @@ def _separate(written: Tree, state: TrainState) -> Tree:
 def donate(program: Program, *, init: bool = False) -> Program:
     """Let the eager steps of a program write the new state into the memory of the old one, as a loop by hand does.
 
+    Example:
+        >>> import torch, purestep as ps
+        >>> net = torch.nn.Linear(2, 1)
+        >>> program = ps.program(net, ps.supervised(torch.nn.MSELoss()), ps.optim.adamw(0.1))
+        >>> step, batch = ps.donate(program).train_step, (torch.ones(4, 2), torch.ones(4, 1))
+        >>> first, _ = step(program.init(), batch)
+        >>> second, _ = step(first, batch)
+        >>> first, int(second.step)
+        (TrainState(donated), 2)
+
     ``train_step`` and ``flush`` return the same numbers as those of the program, bit for bit, in less time and memory:
     optimizers with a fused kernel of torch (`optim.adam`, `optim.adamw`, `optim.sgd`) write weights and moments in
     place, and an average is written in place. What a transform of the user's own computes is new memory as before.
@@ -175,16 +185,6 @@ def donate(program: Program, *, init: bool = False) -> Program:
     Raises:
         ConfigError: the step is user-defined or compiled, or the program is distributed.
         StateError: from a call: the state was passed in before.
-
-    Example:
-        >>> import torch, purestep as ps
-        >>> net = torch.nn.Linear(2, 1)
-        >>> program = ps.program(net, ps.supervised(torch.nn.MSELoss()), ps.optim.adamw(0.1))
-        >>> step, batch = ps.donate(program).train_step, (torch.ones(4, 2), torch.ones(4, 1))
-        >>> first, _ = step(program.init(), batch)
-        >>> second, _ = step(first, batch)
-        >>> first, int(second.step)
-        (TrainState(donated), 2)
     """
     is_one = isinstance(program, Program)  # pyright: ignore[reportUnnecessaryIsInstance]  # may be of any type
     eager = is_one and not isinstance(program.train_step, CompiledStep)

@@ -29,6 +29,16 @@ def cli(
 ) -> _Config:
     """Return a dataclass filled from the command line: its defaults, then a file, then options.
 
+    Example:
+        >>> from dataclasses import dataclass
+        >>> import purestep as ps
+        >>> @dataclass(frozen=True)
+        ... class Config:
+        ...     learning_rate: float = 1e-3
+        ...     fit: ps.FitConfig = ps.FitConfig(epochs=3)
+        >>> def main() -> None:  # python train.py --config run.toml --fit.epochs 5
+        ...     config = ps.config.cli(Config)
+
     ``python train.py --config run.toml --learning-rate 3e-4 --fit.epochs 5``: the file sets fields by their names, and
     options override it. A file holds all fields without a default. Each field is an option (``learning_rate``:
     ``--learning-rate``), with its type, default and comment or docstring in ``--help``; a flag has ``--no-...`` too. A
@@ -48,16 +58,6 @@ def cli(
     Raises:
         ConfigError: ``config`` is no dataclass, or has a field ``config``; tyro is not installed.
         SystemExit: status 2 for a wrong option or file; status 0 after ``--help``.
-
-    Example:
-        >>> from dataclasses import dataclass
-        >>> import purestep as ps
-        >>> @dataclass(frozen=True)
-        ... class Config:
-        ...     learning_rate: float = 1e-3
-        ...     fit: ps.FitConfig = ps.FitConfig(epochs=3)
-        >>> def main() -> None:  # python train.py --config run.toml --fit.epochs 5
-        ...     config = ps.config.cli(Config)
     """
     where = "config.cli"
     if not (isinstance(config, type) and dataclasses.is_dataclass(config)):  # pyright: ignore[reportUnnecessaryIsInstance]

@@ -38,11 +38,11 @@ _WORDS: dict[str, Any] = {"none": None, "null": None, "true": True, "false": Fal
 def literal(value: Any) -> Any:
     """Convert text from a command line or an environment variable to its value. Other values are returned unchanged.
 
-    ``"1"`` becomes an int and ``"1.0"`` a float, because several settings treat them differently.
-
     Example:
         >>> [literal(text) for text in ("1", "1.0", "-1", "1e3", "none", "true", "auto")]
         [1, 1.0, -1, 1000.0, None, True, 'auto']
+
+    ``"1"`` becomes an int and ``"1.0"`` a float, because several settings treat them differently.
     """
     if not isinstance(value, str):
         return value

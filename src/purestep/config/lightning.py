@@ -48,6 +48,10 @@ class Plan(NamedTuple):
 def from_lightning(settings: object, *, strict: bool = False) -> Plan:
     """Read every argument of ``lightning.pytorch.Trainer``.
 
+    Example:
+        >>> from_lightning({"max_epochs": "5", "val_check_interval": "1"}).fit.evaluate_every
+        1
+
     Args:
         settings: a mapping, an object with attributes, or the path of a JSON or TOML file. Numbers may be text
             (``"1"`` is an int, ``"1.0"`` a float).
@@ -76,10 +80,6 @@ def from_lightning(settings: object, *, strict: bool = False) -> Plan:
 
     Warns:
         UserWarning: an unknown key, with the nearest name; an interval that Lightning counts differently.
-
-    Example:
-        >>> from_lightning({"max_epochs": "5", "val_check_interval": "1"}).fit.evaluate_every
-        1
     """
     given = _known(sources.as_mapping(settings, where=_WHERE), strict=strict)
     args = DEFAULTS | _barebones({name: _checked(name, value) for name, value in given.items()})

@@ -17,6 +17,10 @@ from . import fields, messages
 class FitConfig(BaseModel):
     """Settings of `fit`.
 
+    Example:
+        >>> FitConfig(epochs=10, evaluate_every=1.0, early_stopping=5).early_stopping
+        EarlyStopping(patience=5, min_delta=0.0, start_ratio=0.0)
+
     A step is an optimizer update, whatever its number of micro-batches. (The name of a snapshot counts the calls of
     the step in this run, resumed parts included. `TrainState.step` counts the calls of earlier runs too.) Every field
     accepts text too (``"1"`` is an int, ``"1.0"`` a float). At least one limit is required: ``epochs``, ``steps`` or
@@ -25,10 +29,6 @@ class FitConfig(BaseModel):
     Raises:
         ConfigError: a field does not exist (the message has the nearest name), a value is out of its range, or two
             fields contradict each other.
-
-    Example:
-        >>> FitConfig(epochs=10, evaluate_every=1.0, early_stopping=5).early_stopping
-        EarlyStopping(patience=5, min_delta=0.0, start_ratio=0.0)
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)

@@ -20,6 +20,10 @@ from .settings import FitConfig
 def resolve(config: object = None, fields: Mapping[str, Any] | None = None) -> FitConfig:
     """Build one `FitConfig` from the arguments of `fit`; ``fields`` override ``config``.
 
+    Example:
+        >>> resolve({"n_epochs": 5, "log_every": 10}, {"log_every": 20}).log_every
+        20
+
     Args:
         config: a `FitConfig`, a mapping, the path of a JSON or TOML file, or an object with attributes (a dataclass,
             a namespace, a pydantic model). Each key of a mapping must be a setting of fit. An object may also hold
@@ -29,10 +33,6 @@ def resolve(config: object = None, fields: Mapping[str, Any] | None = None) -> F
 
     Raises:
         ConfigError: as `FitConfig`; or a setting has two names with different values.
-
-    Example:
-        >>> resolve({"n_epochs": 5, "log_every": 10}, {"log_every": 20}).log_every
-        20
     """
     return FitConfig.from_dict(_canonical(config) | dict(fields or {}))
 
@@ -86,15 +86,15 @@ def as_mapping(config: object, *, where: str) -> dict[str, Any]:
 def read(path: str | Path) -> dict[str, Any]:
     """The mapping in a JSON or TOML file; the suffix decides. TOML has no null: leave the key out.
 
-    Raises:
-        ConfigError: the file does not exist, has another suffix, does not parse, or contains no mapping.
-
     Example:
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp(), "run.toml")
         >>> _ = path.write_text('epochs = 3\\nmonitor = "val_loss"')
         >>> read(path)
         {'epochs': 3, 'monitor': 'val_loss'}
+
+    Raises:
+        ConfigError: the file does not exist, has another suffix, does not parse, or contains no mapping.
     """
     file = Path(path)
     parsers = {".json": json.loads, ".toml": tomllib.loads}
@@ -120,6 +120,10 @@ def read(path: str | Path) -> dict[str, Any]:
 def count_batches(limit: int | float | None, length: int | None, *, loader: str) -> int | None:
     """The number of batches of a loader that a limit allows.
 
+    Example:
+        >>> [count_batches(limit, 7, loader="train") for limit in (0.5, 10, None)]
+        [3, 7, 7]
+
     Args:
         limit: an int is a number of batches, a float a share in (0, 1], None means all; see `FitConfig.limit`.
         length: the number of batches of the loader, or None if it is unknown.
@@ -130,10 +134,6 @@ def count_batches(limit: int | float | None, length: int | None, *, loader: str)
 
     Raises:
         ConfigError: the limit is a share and the length is unknown, or the share leaves no batch.
-
-    Example:
-        >>> [count_batches(limit, 7, loader="train") for limit in (0.5, 10, None)]
-        [3, 7, 7]
     """
     if limit is None or (isinstance(limit, float) and limit == 1.0):
         return length

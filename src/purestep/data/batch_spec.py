@@ -40,6 +40,14 @@ _ALIKE = "make all batches alike except for their sizes: check the dataset and i
 def check_batch(batch: Any, first: BatchSpec | None = None, *, where: str = "batch") -> BatchSpec:
     """Check a batch, and compare it with the first one of the run.
 
+    Example:
+        >>> first = check_batch((torch.zeros(4, 2), torch.zeros(4)))
+        >>> _ = check_batch((torch.zeros(3, 2), torch.zeros(3)), first)
+        >>> check_batch((torch.zeros(3, 2), None), first, where="train, epoch 1, batch 5")
+        Traceback (most recent call last):
+        purestep.errors.DataError: train, epoch 1, batch 5: batch/1 is None; batch 1 had a float32 tensor of rank 1
+        (cure: make all batches alike except for ...)
+
     Structure, kinds of leaves, dtypes and ranks must be equal. Sizes may differ, and so may the length of a list whose
     entries are all alike (one entry per example). A list of text is one leaf.
 
@@ -54,14 +62,6 @@ def check_batch(batch: Any, first: BatchSpec | None = None, *, where: str = "bat
     Raises:
         DataError: the batch has no tensor, tensors on several devices or on meta, or another structure, dtype or rank
             than the first. The message has the path and the value of the first batch.
-
-    Example:
-        >>> first = check_batch((torch.zeros(4, 2), torch.zeros(4)))
-        >>> _ = check_batch((torch.zeros(3, 2), torch.zeros(3)), first)
-        >>> check_batch((torch.zeros(3, 2), None), first, where="train, epoch 1, batch 5")
-        Traceback (most recent call last):
-        purestep.errors.DataError: train, epoch 1, batch 5: batch/1 is None; batch 1 had a float32 tensor of rank 1
-        (cure: make all batches alike except for ...)
     """
     devices: dict[torch.device, str] = {}
     try:

@@ -30,6 +30,11 @@ _KEY = TrainState._fields.index("key")
 def to_device(tree: T, like: Tree) -> T:
     """Move a batch, or a state, to the device of ``like``. Returns the same object if nothing has to move.
 
+    Example:
+        >>> batch = {"x": torch.zeros(2), "names": ["a", "b"]}
+        >>> to_device(batch, "cpu") is batch
+        True
+
     Supports, in any nesting, tuples, lists, NamedTuples, dicts, other mappings (Hugging Face's BatchEncoding), objects
     with a ``to(device)`` method, dataclasses, attrs classes, namespaces and objects that hold tensors, and keeps their
     classes. Numeric arrays become tensors; other leaves are not changed. The key of a state stays on the CPU. A copy
@@ -42,11 +47,6 @@ def to_device(tree: T, like: Tree) -> T:
     Raises:
         DataError: a leaf cannot be moved; the message has its path.
         ConfigError: this machine has no device with this name.
-
-    Example:
-        >>> batch = {"x": torch.zeros(2), "names": ["a", "b"]}
-        >>> to_device(batch, "cpu") is batch
-        True
     """
     device = device_of(like)
     if type(tree) in (tuple, list) and all(type(leaf) is Tensor and leaf.device == device for leaf in cast(Any, tree)):
@@ -159,6 +159,10 @@ def prefetch(
 ) -> Prefetched:
     """Move batches to the device. On CUDA, copy them ahead of time, from pinned memory on a side stream.
 
+    Example:
+        >>> list(prefetch(iter([torch.ones(1)]), torch.device("cpu")))
+        [tensor([1.])]
+
     On CUDA the loader runs up to ``depth`` batches ahead. An error of the loader is raised in place of its batch.
 
     Args:
@@ -170,10 +174,6 @@ def prefetch(
 
     Raises:
         DataError: a leaf cannot be moved; the message has its path.
-
-    Example:
-        >>> list(prefetch(iter([torch.ones(1)]), torch.device("cpu")))
-        [tensor([1.])]
     """
     return Prefetched(batches, device, depth if device.type == "cuda" else 1, name, waited)
 

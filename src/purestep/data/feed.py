@@ -88,8 +88,6 @@ class Feed(ABC):
     def in_order(self) -> Feed:
         """The same batches in the dataset's order, if a DataLoader shuffles them; else the feed itself.
 
-        A sampler of the user, or one that draws with replacement or a part, decides which items there are, so it stays.
-
         Example:
             >>> import torch
             >>> from torch.utils.data import DataLoader
@@ -97,6 +95,8 @@ class Feed(ABC):
             >>> feed = open_feed(DataLoader(torch.arange(6), batch_size=3, shuffle=True)).in_order()
             >>> [batch.tolist() for batch in feed.epoch(0)]
             [[0, 1, 2], [3, 4, 5]]
+
+        A sampler of the user, or one that draws with replacement or a part, decides which items there are, so it stays.
         """
         ordered = self._ordered()
         ordered.repeats = self.repeats

@@ -31,16 +31,16 @@ NONE: Mapping[str, Any] = MappingProxyType({})
 def scoped(number: int, more: Mapping[str, Any] = NONE) -> Generator[None]:
     """Seed the three generators inside the block and restore them after it (60 us), under `global_rng.locked`.
 
-    Args:
-        number: in [0, 2**63).
-        more: generators from `own`. Each gets its own seed and is not restored, because other code may share it.
-
     Example:
         >>> with scoped(1):
         ...     first = random.random()
         >>> with scoped(1):
         ...     print(random.random() == first)
         True
+
+    Args:
+        number: in [0, 2**63).
+        more: generators from `own`. Each gets its own seed and is not restored, because other code may share it.
     """
     with rng.scoped(number), host_generators.scoped(number):  # the first holds the lock
         _seed_own(number, more)
@@ -54,10 +54,6 @@ if hasattr(os, "register_at_fork"):  # a loader's worker, forked while another t
 def seed(number: int, more: Mapping[str, Any] = NONE) -> None:
     """Seed the three generators, and more. Call it inside `scoped`, which restores the three. 9 us, 6 for Python's.
 
-    Args:
-        number: in [0, 2**63).
-        more: generators from `own`.
-
     Example:
         >>> with scoped(1):
         ...     seed(2)
@@ -65,6 +61,10 @@ def seed(number: int, more: Mapping[str, Any] = NONE) -> None:
         >>> with scoped(2):
         ...     print(random.random() == second)
         True
+
+    Args:
+        number: in [0, 2**63).
+        more: generators from `own`.
     """
     global_rng.seed_cpu(number)
     host_generators.seed(number)
@@ -80,9 +80,6 @@ def _seed_own(number: int, generators: Mapping[str, Any]) -> None:
 def own(*owners: Any) -> dict[str, Any]:
     """The random generators in the attributes of objects, by path, for `scoped` and `seed`.
 
-    Args:
-        owners: samplers, iterables, datasets, collate objects.
-
     Example:
         >>> class Sampler:
         ...     def __init__(self):
@@ -93,6 +90,9 @@ def own(*owners: Any) -> dict[str, Any]:
         >>> with scoped(1, own(other)):
         ...     print(other.rng.random() == first)
         True
+
+    Args:
+        owners: samplers, iterables, datasets, collate objects.
     """
     found: dict[int, tuple[str, Any]] = {}
     for path, value in attributes(*owners):

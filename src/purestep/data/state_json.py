@@ -18,12 +18,12 @@ _TAG = "__purestep__"
 def encode(value: Any, *, where: str = "loader", path: str = "state_dict()") -> Any:
     """Convert a value to JSON; `decode` is the inverse.
 
-    Raises:
-        DataError: an object cannot be stored; the message has its path.
-
     Example:
         >>> decode(encode({"rng": (1, b"ab"), 3: None}), where="loader")
         {'rng': (1, b'ab'), 3: None}
+
+    Raises:
+        DataError: an object cannot be stored; the message has its path.
     """
     if value is None or type(value) in (bool, int, float, str):
         return value

@@ -25,13 +25,13 @@ except ImportError:  # Windows
 def local_path(where: str, **paths: Any) -> Path:
     """Convert the one keyword argument, a path of a local disk, to a `Path`.
 
-    Raises:
-        ConfigError: the value is not a path, is empty (``Path("")`` would be the working directory), or is a URL, of
-            which `Path` would make a folder of the working directory.
-
     Example:
         >>> local_path("Snapshots", directory="runs/digits").name
         'digits'
+
+    Raises:
+        ConfigError: the value is not a path, is empty (``Path("")`` would be the working directory), or is a URL, of
+            which `Path` would make a folder of the working directory.
     """
     ((name, path),) = paths.items()
     text = os.fspath(cast("str | os.PathLike[str]", path)) if isinstance(path, str | os.PathLike) else ""
@@ -100,13 +100,6 @@ def other_kind(path: Path | str) -> str:
 def replacing(path: Path | str) -> Generator[Path]:
     """Yield a temporary path in the same directory, and rename it to ``path`` at the end of the block.
 
-    Flushes the file, renames it, and flushes the directory, in this order: after a crash or a power cut, ``path`` has
-    the old bytes or the new ones. After an exception in the block, ``path`` is unchanged. The temporary file is there,
-    empty; its name is random, so that nobody can put a link there before.
-
-    Raises:
-        WriteFailed: an `OSError` occurred, here or in the block.
-
     Example:
         >>> import tempfile
         >>> target = Path(tempfile.mkdtemp()) / "notes.txt"
@@ -114,6 +107,13 @@ def replacing(path: Path | str) -> Generator[Path]:
         ...     _ = temporary.write_text("whole")
         >>> target.read_text(), [entry.name for entry in target.parent.iterdir()]
         ('whole', ['notes.txt'])
+
+    Flushes the file, renames it, and flushes the directory, in this order: after a crash or a power cut, ``path`` has
+    the old bytes or the new ones. After an exception in the block, ``path`` is unchanged. The temporary file is there,
+    empty; its name is random, so that nobody can put a link there before.
+
+    Raises:
+        WriteFailed: an `OSError` occurred, here or in the block.
     """
     target = Path(path)
     if kind := other_kind(target):

@@ -10,9 +10,6 @@ _hook: Callable[[str], object] | None = None
 def set_hook(hook: Callable[[str], object] | None) -> Callable[[str], object] | None:
     """Call this function at every failpoint, with the name of the point; None: no function. Only tests set it.
 
-    Returns:
-        The hook before.
-
     Example:
         >>> passed = []
         >>> before = set_hook(passed.append)
@@ -20,6 +17,9 @@ def set_hook(hook: Callable[[str], object] | None) -> Callable[[str], object] | 
         >>> _ = set_hook(before)
         >>> passed
         ['files.write']
+
+    Returns:
+        The hook before.
     """
     global _hook
     before, _hook = _hook, hook

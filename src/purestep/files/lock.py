@@ -43,17 +43,17 @@ class Holder(NamedTuple):
 class DirectoryLock:
     """A lock for writing into a directory. One object on this machine holds it at a time; on NFS, one of all machines.
 
-    The operating system releases the lock on ``.lock`` when its holder dies. The file contains the pid, the host and
-    the start time of the holder. A forked process (a DataLoader worker) does not hold it.
-
-    Args:
-        directory: the directory; `acquire` creates it.
-
     Example:
         >>> import tempfile
         >>> with DirectoryLock(tempfile.mkdtemp()) as lock:
         ...     lock.held, is_locked(lock.path)
         (True, True)
+
+    The operating system releases the lock on ``.lock`` when its holder dies. The file contains the pid, the host and
+    the start time of the holder. A forked process (a DataLoader worker) does not hold it.
+
+    Args:
+        directory: the directory; `acquire` creates it.
     """
 
     def __init__(self, directory: Path | str) -> None:

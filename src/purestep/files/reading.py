@@ -18,13 +18,13 @@ _FLAGS = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CL
 def regular(path: str, flags: int) -> int:
     """The ``opener`` for `open` of a file that others may have put there: it follows no link and waits for no pipe.
 
-    Raises:
-        OSError: the path is a link, or is neither missing nor a regular file.
-
     Example:
         >>> open("/dev/zero", "rb", opener=regular)
         Traceback (most recent call last):
         OSError: [Errno 22] is not a regular file: '/dev/zero'
+
+    Raises:
+        OSError: the path is a link, or is neither missing nor a regular file.
     """
     try:
         descriptor = os.open(path, flags | _FLAGS, 0o666)

@@ -124,12 +124,6 @@ class FitResult(NamedTuple):
     def best_state(self) -> Tree | None:
         """The state of the best row: of ``monitor``, or of ``val_loss`` by default. None if there is no such row.
 
-        A run with ``snapshots=`` reads it from the disk at each use: of several processes, all have to. A run without
-        them keeps it in memory.
-
-        Raises:
-            SnapshotError: the snapshot is damaged.
-
         Example:
             >>> import torch, purestep as ps
             >>> program = ps.program(torch.nn.Linear(2, 1), ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
@@ -137,6 +131,12 @@ class FitResult(NamedTuple):
             >>> result = ps.fit(program.init(), (batches, batches), program, epochs=3, progress=False)
             >>> ps.evaluate(result.best_state, batches, program.eval_step)["loss"] == result.best["val_loss"]
             True
+
+        A run with ``snapshots=`` reads it from the disk at each use: of several processes, all have to. A run without
+        them keeps it in memory.
+
+        Raises:
+            SnapshotError: the snapshot is damaged.
         """
         return self.read_best()
 

@@ -45,11 +45,11 @@ class Preempted(SystemExit):
 def interrupted(result: Any = None) -> KeyboardInterrupt:
     """Return the KeyboardInterrupt that ends a run after Ctrl-C; its ``result`` is the `FitResult` so far.
 
-    It is no subclass: Python exits with status 130 only for KeyboardInterrupt itself.
-
     Example:
         >>> interrupted("so far").result
         'so far'
+
+    The error is not of a subclass: Python exits with status 130 only for KeyboardInterrupt itself.
     """
     error = KeyboardInterrupt("interrupted: the step was finished and the state saved")
     vars(error)["result"] = result
@@ -73,14 +73,14 @@ class _WaitInterrupted(BaseException):
 class Signals:
     """Handlers for SIGTERM, SIGINT and SIGUSR1 during a run.
 
-    Python can set them on the main thread only; in another thread this class sets none and logs that. It calls a user's
-    handler too, after it has set the flag, and restores it at the end. A signal that is ignored stays ignored.
-
     Example:
         >>> with Signals() as signals:
         ...     signal.raise_signal(signal.SIGTERM)
         ...     signals.pending
         'terminate'
+
+    Python can set them on the main thread only; in another thread this class sets none and logs that. It calls a user's
+    handler too, after it has set the flag, and restores it at the end. A signal that is ignored stays ignored.
     """
 
     pending: Pending | None
@@ -122,16 +122,16 @@ class Signals:
     def until_signal(self, batches: Iterable[T]) -> Iterator[T]:
         """Yield the batches, and end at once if a request to end comes during the wait for one.
 
+        Example:
+            >>> list(Signals().until_signal([1, 2]))
+            [1, 2]
+
         The loader's work on that batch is abandoned, so the caller must read ``pending`` afterwards. C code that does
         not return to Python cannot be interrupted; nor can a call that blocks, such as `time.sleep`, by a signal in the
         microseconds before it: Python runs the handler when the call returns.
 
         Args:
             batches: an iterable, which runs in this thread.
-
-        Example:
-            >>> list(Signals().until_signal([1, 2]))
-            [1, 2]
         """
         try:
             iterator = iter(batches)

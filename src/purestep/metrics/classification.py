@@ -38,6 +38,11 @@ def accuracy(
 ) -> Mean:
     """The share of targets that are among the ``k`` largest outputs.
 
+    Example:
+        >>> logits = torch.tensor([[2.0, 1.0, 0.0], [0.0, 1.0, 2.0]])
+        >>> float(accuracy(logits, torch.tensor([0, 1]))), float(accuracy(logits, torch.tensor([0, 1]), k=2))
+        (0.5, 1.0)
+
     Args:
         outputs: logits or probabilities [N, C], [N, C, d...] (as `torch.nn.CrossEntropyLoss`) or [N, d..., C], or an
             object with such ``.logits``.
@@ -51,11 +56,6 @@ def accuracy(
     Raises:
         StepContractError: the shapes do not fit together, or the classes could be the second dimension and the last.
         ConfigError: ``k`` is out of its range.
-
-    Example:
-        >>> logits = torch.tensor([[2.0, 1.0, 0.0], [0.0, 1.0, 2.0]])
-        >>> float(accuracy(logits, torch.tensor([0, 1]))), float(accuracy(logits, torch.tensor([0, 1]), k=2))
-        (0.5, 1.0)
     """
     logits, labels = aligned("accuracy", outputs, targets, shift=shift)
     valid = labels != ignore_index
@@ -74,6 +74,10 @@ def counts(
 ) -> Counts:
     """Count true positives, false positives and false negatives of each class.
 
+    Example:
+        >>> counts(torch.eye(2), torch.tensor([0, 0])).fn.tolist()
+        [1.0, 0.0]
+
     Args:
         outputs: as in `accuracy`.
         targets: class indices; with a ``threshold``, 1 and 0 in the shape of the outputs.
@@ -86,10 +90,6 @@ def counts(
 
     Raises:
         StepContractError: the shapes do not fit together.
-
-    Example:
-        >>> counts(torch.eye(2), torch.tensor([0, 0])).fn.tolist()
-        [1.0, 0.0]
     """
     return _counts("counts", outputs, targets, threshold, ignore_index, shift)
 
@@ -127,6 +127,10 @@ def precision(
 ) -> Mean:
     """Precision, the share of a class's predictions that are correct: ``tp / (tp + fp)``.
 
+    Example:
+        >>> float(precision(torch.tensor([0.9, 0.8, 0.1]), torch.tensor([1, 0, 1]), threshold=0.5))
+        0.5
+
     Args:
         outputs: as in `counts`.
         targets: as in `counts`.
@@ -139,10 +143,6 @@ def precision(
     Raises:
         ConfigError: ``"binary"`` with more than two classes, ``"macro"`` with a threshold, or an unknown average.
         StepContractError: the shapes do not fit together.
-
-    Example:
-        >>> float(precision(torch.tensor([0.9, 0.8, 0.1]), torch.tensor([1, 0, 1]), threshold=0.5))
-        0.5
     """
     tp, fp, _ = _counts("precision", outputs, targets, threshold, ignore_index, shift)
     return _averaged("precision", tp, tp + fp, average)
@@ -159,6 +159,10 @@ def recall(
 ) -> Mean:
     """Recall, the share of a class's targets that were predicted: ``tp / (tp + fn)``.
 
+    Example:
+        >>> float(recall(torch.tensor([0.9, 0.8, 0.1, 0.2]), torch.tensor([1, 0, 1, 1]), threshold=0.15))
+        0.6666666666666666
+
     Args:
         outputs: as in `counts`.
         targets: as in `counts`.
@@ -170,10 +174,6 @@ def recall(
     Raises:
         ConfigError: ``"binary"`` with more than two classes, ``"macro"`` with a threshold, or an unknown average.
         StepContractError: the shapes do not fit together.
-
-    Example:
-        >>> float(recall(torch.tensor([0.9, 0.8, 0.1, 0.2]), torch.tensor([1, 0, 1, 1]), threshold=0.15))
-        0.6666666666666666
     """
     tp, _, fn = _counts("recall", outputs, targets, threshold, ignore_index, shift)
     return _averaged("recall", tp, tp + fn, average)
@@ -190,6 +190,10 @@ def f1(
 ) -> Mean:
     """F1, the harmonic mean of precision and recall: ``2 tp / (2 tp + fp + fn)``.
 
+    Example:
+        >>> f1(torch.eye(3), torch.tensor([0, 1, 1]), average="macro").compute()
+        tensor([1.0000, 0.6667, 0.0000])
+
     Args:
         outputs: as in `counts`.
         targets: as in `counts`.
@@ -201,10 +205,6 @@ def f1(
     Raises:
         ConfigError: ``"binary"`` with more than two classes, ``"macro"`` with a threshold, or an unknown average.
         StepContractError: the shapes do not fit together.
-
-    Example:
-        >>> f1(torch.eye(3), torch.tensor([0, 1, 1]), average="macro").compute()
-        tensor([1.0000, 0.6667, 0.0000])
     """
     tp, fp, fn = _counts("f1", outputs, targets, threshold, ignore_index, shift)
     return _averaged("f1", 2 * tp, 2 * tp + fp + fn, average)

@@ -15,9 +15,6 @@ from ..state import entry_name
 class Gathered(NamedTuple):
     """The batches of a metric that is computed at the end of an evaluation, such as an exact AUROC.
 
-    ``metrics.merge`` joins the batches of two values, `compute` returns the metric of all of them. An ``eval_step``
-    returns it for one batch; a train step drops it. Subclasses are made by `from_torchmetrics`.
-
     Example:
         >>> class Count(Gathered):
         ...     "The number of outputs."
@@ -28,6 +25,9 @@ class Gathered(NamedTuple):
         >>> one = {"count": Count((([1, 2, 3], None),))}
         >>> metrics.compute(metrics.merge(one, one))
         {'count': 6.0}
+
+    ``metrics.merge`` joins the batches of two values, `compute` returns the metric of all of them. An ``eval_step``
+    returns it for one batch; a train step drops it. Subclasses are made by `from_torchmetrics`.
     """
 
     parts: tuple[Any, ...]  # for each batch, the arguments of the metric: a tuple or a dict of tensors
@@ -50,6 +50,11 @@ Value: TypeAlias = Any
 def numbers(name: str, value: Value) -> dict[str, float]:
     """Return the numbers of a metric by their names in the history.
 
+    Example:
+        >>> import torch
+        >>> numbers("f1", torch.tensor([1.0, 0.5])), numbers("all", {"rmse": 2.0})
+        ({'f1[0]': 1.0, 'f1[1]': 0.5, 'f1': 0.75}, {'all_rmse': 2.0})
+
     Args:
         name: of the metric.
         value: a number; a vector, which gives ``name[0]``, ``name[1]``, ... and under ``name`` the mean of its entries
@@ -57,11 +62,6 @@ def numbers(name: str, value: Value) -> dict[str, float]:
 
     Raises:
         StepContractError: it is none of these.
-
-    Example:
-        >>> import torch
-        >>> numbers("f1", torch.tensor([1.0, 0.5])), numbers("all", {"rmse": 2.0})
-        ({'f1[0]': 1.0, 'f1[1]': 0.5, 'f1': 0.75}, {'all_rmse': 2.0})
     """
     if isinstance(value, Tensor) and value.dim() <= 1 and not value.is_complex():
         if value.numel() == 1:

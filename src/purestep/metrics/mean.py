@@ -30,17 +30,17 @@ def merge(first: Metrics, second: Metrics) -> Metrics:
     """Add totals and weights by name, and join gathered batches; a name in only one of the two is copied. `outputs` are
     left out: they are of one step.
 
+    Example:
+        >>> one, two = as_mean(torch.tensor(1.0), 3), as_mean(torch.tensor(5.0), 1)
+        >>> float(merge({"loss": one}, {"loss": two})["loss"])
+        2.0
+
     Args:
         first: name -> Mean, shapes () or (n,).
         second: name -> Mean; Means of one name have one shape.
 
     Raises:
         StepContractError: two Means of one name have different shapes.
-
-    Example:
-        >>> one, two = as_mean(torch.tensor(1.0), 3), as_mean(torch.tensor(5.0), 1)
-        >>> float(merge({"loss": one}, {"loss": two})["loss"])
-        2.0
     """
     first, second = measured(first), measured(second)
     both = {name: _joined(name, mean, second[name]) for name, mean in first.items() if name in second}
@@ -79,13 +79,13 @@ def with_sums(mean: Mean, total: Tensor, weight: Tensor) -> Mean:
 def compute(metrics: Metrics, *, prefix: str = "") -> dict[str, float]:
     """Return the values as Python numbers, nan for weight 0; without `outputs`. Waits for the device once.
 
-    Args:
-        metrics: name -> Mean, on one or several devices.
-        prefix: prepended to each name (``"val_"``).
-
     Example:
         >>> compute({"loss": Mean(torch.tensor(6.0), torch.tensor(4.0))}, prefix="val_")
         {'val_loss': 1.5}
+
+    Args:
+        metrics: name -> Mean, on one or several devices.
+        prefix: prepended to each name (``"val_"``).
     """
     on_host = _on_host(measured(metrics)).items()
     found = [{name: float(mean)} if type(mean) is Mean else numbers(name, mean.compute()) for name, mean in on_host]
@@ -114,16 +114,16 @@ def _is_on_device(leaf: Any) -> bool:
 def as_mean(value: Tensor | float, weight: Tensor | float = 1.0) -> Mean:
     """Convert a mean to a `Mean`, so that it can be merged.
 
+    Example:
+        >>> as_mean(torch.tensor(0.5), 8)
+        Mean(total=tensor(4.), weight=tensor(8.))
+
     Args:
         value: a mean, shape=() or (n,), of any real dtype.
         weight: the number of examples, tokens or elements that it is a mean over, at least 0.
 
     Raises:
         StepContractError: the value is a matrix or complex.
-
-    Example:
-        >>> as_mean(torch.tensor(0.5), 8)
-        Mean(total=tensor(4.), weight=tensor(8.))
     """
     mean = value.detach() if isinstance(value, Tensor) else torch.tensor(value)
     if mean.dim() > 1 or mean.is_complex():
@@ -162,12 +162,12 @@ def to_json(metrics: Metrics) -> dict[str, dict[str, Any]]:
     """Convert totals and weights to JSON numbers; a number that is not finite becomes None. `outputs` are left out.
     Waits for the device.
 
-    Raises:
-        StepContractError: a metric is a `Gathered`, whose batches are no numbers.
-
     Example:
         >>> to_json({"loss": Mean(torch.tensor(6.0), torch.tensor(4.0))})
         {'loss': {'total': 6.0, 'weight': 4.0}}
+
+    Raises:
+        StepContractError: a metric is a `Gathered`, whose batches are no numbers.
     """
     if gathered := [name for name, value in metrics.items() if isinstance(value, Gathered)]:
         raise StepContractError(
@@ -193,15 +193,15 @@ def from_json(
 ) -> Metrics:
     """Restore the metrics of `to_json` as plain Means; merging with the next batch restores a subclass of `Mean`.
 
-    Args:
-        found: name -> total and weight.
-        device: of the tensors.
-        dtype: float32, or float64 for metrics of a float64 program.
-
     Example:
         >>> metrics = {"loss": Mean(torch.tensor(6.0), torch.tensor(4.0))}
         >>> from_json(to_json(metrics)) == metrics
         True
+
+    Args:
+        found: name -> total and weight.
+        device: of the tensors.
+        dtype: float32, or float64 for metrics of a float64 program.
     """
     return {
         name: Mean(*(torch.tensor(_from_json(mean[field]), dtype=dtype, device=device) for field in Mean._fields))

@@ -16,16 +16,16 @@ from .mean import at_least_float32
 def mean_absolute_error(outputs: Any, targets: Tensor) -> Mean:
     """Mean of ``|outputs - targets|`` over all elements.
 
+    Example:
+        >>> float(mean_absolute_error(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 4.0])))
+        1.0
+
     Args:
         outputs: a tensor of any shape, or an object with such ``.logits``.
         targets: the same shape.
 
     Raises:
         StepContractError: the shapes differ (broadcasting would compare each output with each target).
-
-    Example:
-        >>> float(mean_absolute_error(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 4.0])))
-        1.0
     """
     difference = _difference("mean_absolute_error", outputs, targets)
     return Mean(difference.abs().sum(), _numel(difference))
@@ -34,16 +34,16 @@ def mean_absolute_error(outputs: Any, targets: Tensor) -> Mean:
 def mean_squared_error(outputs: Any, targets: Tensor) -> Mean:
     """Mean of ``(outputs - targets)^2`` over all elements.
 
+    Example:
+        >>> float(mean_squared_error(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 4.0])))
+        2.0
+
     Args:
         outputs: a tensor of any shape, or an object with such ``.logits``.
         targets: the same shape.
 
     Raises:
         StepContractError: the shapes differ (broadcasting would compare each output with each target).
-
-    Example:
-        >>> float(mean_squared_error(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 4.0])))
-        2.0
     """
     difference = _difference("mean_squared_error", outputs, targets)
     return Mean(difference.square().sum(), _numel(difference))

@@ -25,6 +25,12 @@ Prepare = Callable[[Any, Any], Any]
 def from_torchmetrics(metric: Any, prepare: Prepare | None = None) -> Metric:
     """Build a metric function from a ``torchmetrics.Metric``. `supervised` and `hf_loss` call it for bare objects.
 
+    Example:
+        >>> MeanSquaredError = __import__("pytest").importorskip("torchmetrics").MeanSquaredError
+        >>> rmse = from_torchmetrics(MeanSquaredError(squared=False))
+        >>> float(rmse(torch.zeros(4), torch.full((4,), 3.0)))
+        3.0
+
     If all states of the object are sums (accuracy, F1, mean squared error, a curve with ``thresholds=``), those of one
     batch form one vector, and `merge` adds these vectors: it is measured in training and evaluation. Any other object
     (exact AUROC, average precision, calibration error, Pearson, Spearman, retrieval, minima and maxima) needs all
@@ -49,12 +55,6 @@ def from_torchmetrics(metric: Any, prepare: Prepare | None = None) -> Metric:
     Raises:
         ConfigError: the argument is a class, a collection, or not of torchmetrics.
         StepContractError: at the end of an evaluation, if the metric computes a curve, a matrix or other values.
-
-    Example:
-        >>> MeanSquaredError = __import__("pytest").importorskip("torchmetrics").MeanSquaredError
-        >>> rmse = from_torchmetrics(MeanSquaredError(squared=False))
-        >>> float(rmse(torch.zeros(4), torch.full((4,), 3.0)))
-        3.0
     """
     if not is_torchmetrics(metric):
         kind = metric.__name__ if isinstance(metric, type) else type(metric).__name__
@@ -76,16 +76,16 @@ def is_torchmetrics(value: Any) -> bool:
 def functions(metrics: Any) -> dict[str, Metric]:
     """Return metric functions by name, with torchmetrics objects among them converted by `from_torchmetrics`.
 
+    Example:
+        >>> functions(None)
+        {}
+
     Args:
         metrics: name -> function, ``torchmetrics.Metric`` or ``MetricCollection``; or a ``MetricCollection``, whose
             names are used; or None.
 
     Raises:
         ConfigError: it is none of these, or two metrics have one name.
-
-    Example:
-        >>> functions(None)
-        {}
     """
     if metrics is None:
         return {}

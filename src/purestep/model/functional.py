@@ -103,11 +103,6 @@ class Bound:
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the module other than forward, or a submodule, with the same weights.
 
-        Args:
-            method: its name, or the dotted name of a submodule (``"encoder.layers.0"``).
-            args: of the method.
-            kwargs: of the method.
-
         Example:
             >>> import torch
             >>> class Net(torch.nn.Linear):
@@ -117,6 +112,11 @@ class Bound:
             >>> model = bind(template(net), *tensors(net))
             >>> model.call("double", torch.ones(1)).shape
             torch.Size([1])
+
+        Args:
+            method: its name, or the dotted name of a submodule (``"encoder.layers.0"``).
+            args: of the method.
+            kwargs: of the method.
         """
         return self._run("model", method, args, kwargs)
 
@@ -221,9 +221,6 @@ class Inference:
     """A module with the weights of a state, the value of ``program.bind(state)``: ``predict(x)`` calls forward,
     ``predict.call("encode", x)`` another method or a submodule.
 
-    Args:
-        run: ``(method, args, kwargs) -> outputs``.
-
     Example:
         >>> import torch, purestep as ps
         >>> class Net(torch.nn.Linear):
@@ -233,6 +230,9 @@ class Inference:
         >>> predict, x = program.bind(program.init()), torch.ones(4, 2)
         >>> torch.equal(predict.call("double", x), 2 * predict(x))
         True
+
+    Args:
+        run: ``(method, args, kwargs) -> outputs``.
     """
 
     __slots__ = ("_run",)

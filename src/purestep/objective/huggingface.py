@@ -38,6 +38,17 @@ def hf_loss(
 ) -> Objective:
     """Build the objective of a Hugging Face model: the loss that the model computes, weighted by its counted labels.
 
+    Example:
+        >>> import torch, purestep as ps
+        >>> class ForCausalLM(torch.nn.Embedding):
+        ...     def forward(self, input_ids, labels):
+        ...         logits = super().forward(input_ids)[:, :-1].flatten(0, 1)
+        ...         return {"loss": torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten())}
+        >>> tokens = torch.tensor([[1, 2, 0], [2, 1, 0]])
+        >>> batch = {"input_ids": tokens, "labels": tokens.masked_fill(tokens == 0, -100)}
+        >>> ps.hf_loss()(ForCausalLM(3, 3), batch).weight.item()
+        2.0
+
     The batch is a mapping; the model receives it as keyword arguments. The weight is the number of labels that are not
     ignored. A causal model predicts each label from the tokens before it, so the first label of every row does not
     count. A model that takes ``num_items_in_batch``, as most of transformers do, receives this number and divides by
@@ -63,17 +74,6 @@ def hf_loss(
     Raises:
         DataError: when called, if the batch is not a mapping, or no tensor has rows.
         StepContractError: when called, if the model returns no loss, or a metric returns an invalid value.
-
-    Example:
-        >>> import torch, purestep as ps
-        >>> class ForCausalLM(torch.nn.Embedding):
-        ...     def forward(self, input_ids, labels):
-        ...         logits = super().forward(input_ids)[:, :-1].flatten(0, 1)
-        ...         return {"loss": torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten())}
-        >>> tokens = torch.tensor([[1, 2, 0], [2, 1, 0]])
-        >>> batch = {"input_ids": tokens, "labels": tokens.masked_fill(tokens == 0, -100)}
-        >>> ps.hf_loss()(ForCausalLM(3, 3), batch).weight.item()
-        2.0
     """
     measured = torchmetrics.functions(metrics)
 

@@ -19,6 +19,13 @@ def masked_reconstruction(
 ) -> Objective:
     """Build the objective of a masked autoencoder: the squared error over the masked elements.
 
+    Example:
+        >>> import torch, purestep as ps
+        >>> model = lambda x: (torch.zeros_like(x), None, x > 0)  # positive numbers are visible
+        >>> loss = ps.masked_reconstruction()(model, torch.tensor([[1.0, -2.0, -4.0]]))
+        >>> loss.mean.item(), loss.weight.item()
+        (10.0, 2.0)
+
     The model returns ``(reconstruction, latent, visible)``; the loss covers ``~visible``. A batch is ``x`` or
     ``(x, meta)``.
 
@@ -33,13 +40,6 @@ def masked_reconstruction(
         DataError: when called, if the input is not a tensor.
         StepContractError: when called, if the model returns something else, if the shapes of reconstruction, input and
             mask differ, or if the mask is not boolean.
-
-    Example:
-        >>> import torch, purestep as ps
-        >>> model = lambda x: (torch.zeros_like(x), None, x > 0)  # positive numbers are visible
-        >>> loss = ps.masked_reconstruction()(model, torch.tensor([[1.0, -2.0, -4.0]]))
-        >>> loss.mean.item(), loss.weight.item()
-        (10.0, 2.0)
     """
     check_choice("masked_reconstruction", ("mse", "sse"), loss=loss)
     chosen = reduction or ("mean" if loss == "mse" else "batch_mean")
@@ -76,6 +76,11 @@ def _reconstructed(output: Any) -> tuple[Tensor, Tensor]:
 def masked_mse(x_recon: Tensor, x: Tensor, mask: Tensor, *, reduction: str = "mean") -> Tensor:
     """Squared error over masked elements, computed in at least float32; 0 for an empty mask.
 
+    Example:
+        >>> import torch
+        >>> masked_mse(torch.ones(1, 2), torch.zeros(1, 2), torch.tensor([[True, False]])).item()
+        1.0
+
     Args:
         x_recon: any shape, floating.
         x: the same shape. Elements that are not masked may be nan.
@@ -88,11 +93,6 @@ def masked_mse(x_recon: Tensor, x: Tensor, mask: Tensor, *, reduction: str = "me
     Raises:
         ConfigError: the reduction is unknown.
         StepContractError: the shapes differ, or the mask is not boolean.
-
-    Example:
-        >>> import torch
-        >>> masked_mse(torch.ones(1, 2), torch.zeros(1, 2), torch.tensor([[True, False]])).item()
-        1.0
     """
     return masked_sse(x_recon, x, mask, reduction=reduction)
 
@@ -100,14 +100,14 @@ def masked_mse(x_recon: Tensor, x: Tensor, mask: Tensor, *, reduction: str = "me
 def masked_sse(x_recon: Tensor, x: Tensor, mask: Tensor, *, reduction: str = "batch_mean") -> Tensor:
     """Squared error as in `masked_mse`, by default the sum divided by the batch size.
 
-    Raises:
-        ConfigError: the reduction is unknown.
-        StepContractError: the shapes differ, or the mask is not boolean.
-
     Example:
         >>> import torch
         >>> masked_sse(torch.ones(2, 2), torch.zeros(2, 2), torch.ones(2, 2, dtype=torch.bool)).item()
         2.0
+
+    Raises:
+        ConfigError: the reduction is unknown.
+        StepContractError: the shapes differ, or the mask is not boolean.
     """
     _check_reduction(reduction)
     if mask.dtype != torch.bool or not x_recon.shape == x.shape == mask.shape:

@@ -46,6 +46,11 @@ def mean_of(name: str, value: Any, targets: Any, inputs: Any = None) -> Any:
 def leading(targets: Any, inputs: Any = None) -> int:
     """Count the examples: the leading dimension of a tensor (1 for a 0-d tensor), or the length of a list.
 
+    Example:
+        >>> boxes = [torch.ones(3, 4), torch.ones(3, 4)]
+        >>> leading(boxes), leading(boxes, torch.ones(3, 8)), leading(torch.ones(5, 2))
+        (2, 3, 5)
+
     A list has one entry per example (such as the boxes of an image), unless it is a list of columns: tensors with one
     leading dimension, which is that of the first tensor in the inputs, or which differ in rank or dtype (the targets of
     two heads). A mapping is counted by its first value.
@@ -57,11 +62,6 @@ def leading(targets: Any, inputs: Any = None) -> int:
 
     Raises:
         DataError: the targets cannot be counted.
-
-    Example:
-        >>> boxes = [torch.ones(3, 4), torch.ones(3, 4)]
-        >>> leading(boxes), leading(boxes, torch.ones(3, 8)), leading(torch.ones(5, 2))
-        (2, 3, 5)
     """
     if isinstance(targets, Tensor):
         return targets.shape[0] if targets.dim() else 1

@@ -25,6 +25,13 @@ class ScaleByAdadeltaState(NamedTuple):
 def scale_by_adadelta(rho: Decay = 0.9, *, eps: NonNegative = 1e-6) -> Transform:
     r"""Gradients times the ratio of root mean squares of updates and gradients, as in `torch.optim.Adadelta`.
 
+    Example:
+        >>> import torch
+        >>> params = {"w": torch.tensor([2.0])}
+        >>> tx = scale_by_adadelta(0.75, eps=1.0)
+        >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
+        1.4142
+
     .. math:: \Delta_t = g_t \sqrt{u_{t-1} + \epsilon} / \sqrt{v_t + \epsilon}
 
     Args:
@@ -33,13 +40,6 @@ def scale_by_adadelta(rho: Decay = 0.9, *, eps: NonNegative = 1e-6) -> Transform
 
     References:
         Zeiler, 2012, ADADELTA: An Adaptive Learning Rate Method.
-
-    Example:
-        >>> import torch
-        >>> params = {"w": torch.tensor([2.0])}
-        >>> tx = scale_by_adadelta(0.75, eps=1.0)
-        >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
-        1.4142
     """
 
     def init(params: Params) -> ScaleByAdadeltaState:
@@ -71,6 +71,13 @@ def adadelta(
 ) -> Transform:
     r"""Adadelta, as `torch.optim.Adadelta`: steps in the units of the weights; see `scale_by_adadelta`.
 
+    Example:
+        >>> import torch
+        >>> tx = adadelta(rho=0.75, eps=1.0)
+        >>> params = {"w": torch.ones(1)}
+        >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
+        -0.8944
+
     Args:
         learning_rate: :math:`\gamma` in [0, inf), or a schedule.
         rho: decay of both means of squares, in [0, 1).
@@ -80,13 +87,6 @@ def adadelta(
 
     References:
         Zeiler, 2012, ADADELTA: An Adaptive Learning Rate Method.
-
-    Example:
-        >>> import torch
-        >>> tx = adadelta(rho=0.75, eps=1.0)
-        >>> params = {"w": torch.ones(1)}
-        >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
-        -0.8944
     """
     direction = scale_by_adadelta(rho, eps=eps)
     return chain(*decay_parts(weight_decay, mask), direction, scale_by_learning_rate(learning_rate))

@@ -34,6 +34,12 @@ class ScaleByFactoredRmsState(NamedTuple):
 def scale_by_factored_rms(decay_rate: NonNegativeFloat = 0.8, *, eps: NonNegativeFloat | None = None) -> Transform:
     r"""Gradients over a root mean square of rank one, as in `torch.optim.Adafactor`.
 
+    Example:
+        >>> params = {"w": torch.ones(3, 5)}
+        >>> state = scale_by_factored_rms().init(params)
+        >>> tuple(state.row["w"].shape), tuple(state.column["w"].shape)
+        ((3, 1), (1, 5))
+
     :math:`\hat v_t = r_t c_t / \operatorname{mean}(r_t)`; the means decay by :math:`1 - t^{-decay\_rate}`.
 
     Args:
@@ -42,12 +48,6 @@ def scale_by_factored_rms(decay_rate: NonNegativeFloat = 0.8, *, eps: NonNegativ
 
     References:
         Shazeer and Stern, 2018, Adafactor. The paper applies eps to both factors; torch and this function to the ratio.
-
-    Example:
-        >>> params = {"w": torch.ones(3, 5)}
-        >>> state = scale_by_factored_rms().init(params)
-        >>> tuple(state.row["w"].shape), tuple(state.column["w"].shape)
-        ((3, 1), (1, 5))
     """
 
     def init(params: Params) -> ScaleByFactoredRmsState:
@@ -87,15 +87,15 @@ def _outer(row: Tensor, column: Tensor, eps: float) -> Tensor:
 def clip_by_block_rms(threshold: Annotated[Scalar, within(ends="()")] = 1.0) -> Transform:
     """Divide each parameter's update by ``max(1, rms / threshold)``, where rms is the update's root mean square.
 
+    Example:
+        >>> clip_by_block_rms(1.0).update({"w": torch.tensor([4.0, -4.0])}, (), {})[0]["w"].tolist()
+        [1.0, -1.0]
+
     Args:
         threshold: in (0, inf).
 
     References:
         Shazeer and Stern, 2018, Adafactor, section 6.
-
-    Example:
-        >>> clip_by_block_rms(1.0).update({"w": torch.tensor([4.0, -4.0])}, (), {})[0]["w"].tolist()
-        [1.0, -1.0]
     """
 
     def fn(updates: Params, params: Params) -> Params:
@@ -109,16 +109,16 @@ def clip_by_block_rms(threshold: Annotated[Scalar, within(ends="()")] = 1.0) -> 
 def scale_by_param_block_rms(min_scale: NonNegative = 1e-3) -> Transform:
     """Multiply each parameter's update by the root mean square of its weights, at least ``min_scale``.
 
+    Example:
+        >>> params = {"w": torch.tensor([2.0, -2.0])}
+        >>> scale_by_param_block_rms().update({"w": torch.ones(2)}, (), params)[0]["w"].tolist()
+        [2.0, 2.0]
+
     Args:
         min_scale: in [0, inf).
 
     References:
         Shazeer and Stern, 2018, Adafactor, section 8.
-
-    Example:
-        >>> params = {"w": torch.tensor([2.0, -2.0])}
-        >>> scale_by_param_block_rms().update({"w": torch.ones(2)}, (), params)[0]["w"].tolist()
-        [2.0, 2.0]
     """
 
     def fn(updates: Params, params: Params) -> Params:
@@ -135,16 +135,16 @@ def _rms(leaf: Tensor) -> Tensor:
 def scale_by_relative_step(learning_rate: Rate) -> Transform:
     r"""Make the learning rate an upper bound. The factor is :math:`\min(\gamma, 1 / \sqrt t) / \gamma`.
 
+    Example:
+        >>> params = {"w": torch.ones(1)}
+        >>> scale_by_relative_step(2.0).update(params, StepState(torch.tensor(0)), params)[0]["w"].item()
+        0.5
+
     Args:
         learning_rate: :math:`\gamma`, the same as in the `scale_by_learning_rate` that follows.
 
     References:
         `torch.optim.Adafactor`; Shazeer and Stern, 2018, section 9.
-
-    Example:
-        >>> params = {"w": torch.ones(1)}
-        >>> scale_by_relative_step(2.0).update(params, StepState(torch.tensor(0)), params)[0]["w"].item()
-        0.5
     """
 
     def init(params: Params) -> StepState:
@@ -183,6 +183,12 @@ def adafactor(
 ) -> Transform:
     r"""Adafactor, as `torch.optim.Adafactor`: second moments of rank one, and steps relative to the weights.
 
+    Example:
+        >>> tx = adafactor(0.1)
+        >>> params = {"w": torch.ones(1)}
+        >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
+        -0.1
+
     The state of a matrix with r rows and c columns has r + c numbers. Not elementwise.
 
     Args:
@@ -195,12 +201,6 @@ def adafactor(
 
     References:
         Shazeer and Stern, 2018, Adafactor: Adaptive Learning Rates with Sublinear Memory Cost.
-
-    Example:
-        >>> tx = adafactor(0.1)
-        >>> params = {"w": torch.ones(1)}
-        >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
-        -0.1
     """
     least_gradient, least_weight = eps
     return chain(

@@ -28,18 +28,18 @@ class ScaleByRssState(NamedTuple):
 def scale_by_rss(initial_accumulator_value: NonNegativeFloat = 0.0, *, eps: NonNegative = 1e-10) -> Transform:
     r"""Gradients over the root of the sum of all squares so far, as in `torch.optim.Adagrad`.
 
+    Example:
+        >>> params = {"w": torch.tensor([2.0, -3.0])}
+        >>> tx = scale_by_rss()
+        >>> tx.update(params, tx.init(params), params)[0]["w"].tolist()
+        [1.0, -1.0]
+
     Args:
         initial_accumulator_value: the initial sum of squares, in [0, inf).
         eps: in [0, inf), outside the root.
 
     References:
         Duchi et al., 2011, Adaptive Subgradient Methods.
-
-    Example:
-        >>> params = {"w": torch.tensor([2.0, -3.0])}
-        >>> tx = scale_by_rss()
-        >>> tx.update(params, tx.init(params), params)[0]["w"].tolist()
-        [1.0, -1.0]
     """
 
     def init(params: Params) -> ScaleByRssState:
@@ -69,15 +69,15 @@ def _add_square(total: Tensor, update: Tensor) -> Tensor:
 def scale_by_inverse_time(decay: NonNegative) -> Transform:
     """Divide updates by ``1 + decay * updates done``: the learning rate decay of `torch.optim.Adagrad`.
 
-    Args:
-        decay: in [0, inf).
-
     Example:
         >>> params = {"w": torch.ones(1)}
         >>> tx = scale_by_inverse_time(1.0)
         >>> _, state = tx.update(params, tx.init(params), params)
         >>> tx.update(params, state, params)[0]["w"].item()
         0.5
+
+    Args:
+        decay: in [0, inf).
     """
 
     def init(params: Params) -> StepState:
@@ -104,6 +104,13 @@ def adagrad(
 ) -> Transform:
     r"""Adagrad, as `torch.optim.Adagrad`: gradients over the root of the sum of all their squares.
 
+    Example:
+        >>> import torch
+        >>> tx = adagrad(0.1)
+        >>> params = {"w": torch.ones(1)}
+        >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
+        -0.1
+
     .. math:: \theta_t = \theta_{t-1} - \frac{\gamma}{1 + (t - 1) \eta}
         \frac{g_t}{\sqrt{\sum_{i \le t} g_i^2} + \epsilon}
 
@@ -117,13 +124,6 @@ def adagrad(
 
     References:
         Duchi et al., 2011, Adaptive Subgradient Methods for Online Learning.
-
-    Example:
-        >>> import torch
-        >>> tx = adagrad(0.1)
-        >>> params = {"w": torch.ones(1)}
-        >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
-        -0.1
     """
     rate_decay = [scale_by_inverse_time(lr_decay)] if is_enabled(lr_decay) else []
     direction = scale_by_rss(initial_accumulator_value, eps=eps)

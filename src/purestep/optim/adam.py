@@ -40,6 +40,12 @@ def scale_by_adam(
 ) -> Transform:
     r"""Adam's direction, :math:`\frac{m_t / (1 - \beta_1^t)}{\sqrt{v_t / (1 - \beta_2^t)} + \epsilon}`.
 
+    Example:
+        >>> tx = scale_by_adam(eps=0.0)
+        >>> params = {"w": torch.tensor([2.0, -3.0])}
+        >>> tx.update(params, tx.init(params), params)[0]["w"].round(decimals=4).tolist()
+        [1.0, -1.0]
+
     Args:
         b1: decay of the mean, in [0, 1).
         b2: decay of the mean of squares, in [0, 1).
@@ -52,12 +58,6 @@ def scale_by_adam(
 
     References:
         Kingma and Ba, 2015, Adam; Reddi et al., 2018, On the Convergence of Adam and Beyond.
-
-    Example:
-        >>> tx = scale_by_adam(eps=0.0)
-        >>> params = {"w": torch.tensor([2.0, -3.0])}
-        >>> tx.update(params, tx.init(params), params)[0]["w"].round(decimals=4).tolist()
-        [1.0, -1.0]
     """
 
     def init(params: Params) -> ScaleByAdamState:
@@ -94,6 +94,12 @@ def adam(
 ) -> Transform:
     r"""Adam, as `torch.optim.Adam`: :math:`\theta_t = \theta_{t-1} - \gamma \hat m_t / (\sqrt{\hat v_t} + \epsilon)`.
 
+    Example:
+        >>> tx = adam(0.1)
+        >>> params = {"w": torch.ones(1)}
+        >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
+        -0.1
+
     Args:
         learning_rate: :math:`\gamma` in [0, inf), or a schedule.
         b1: decay of the mean of gradients, in [0, 1).
@@ -107,12 +113,6 @@ def adam(
 
     References:
         Kingma and Ba, 2015, Adam: A Method for Stochastic Optimization.
-
-    Example:
-        >>> tx = adam(0.1)
-        >>> params = {"w": torch.ones(1)}
-        >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
-        -0.1
     """
     return chain(
         *decay_parts(weight_decay, mask),
@@ -136,6 +136,12 @@ def adamw(
 ) -> Transform:
     r"""Adam with decoupled weight decay, as `torch.optim.AdamW`.
 
+    Example:
+        >>> tx = adamw(0.1, weight_decay=0.0)
+        >>> params = {"w": torch.ones(1)}
+        >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
+        -0.1
+
     .. math:: \theta_t = \theta_{t-1} - \gamma (\hat m_t / (\sqrt{\hat v_t} + \epsilon) + \lambda \theta_{t-1})
 
     Args:
@@ -151,12 +157,6 @@ def adamw(
 
     References:
         Loshchilov and Hutter, 2019, Decoupled Weight Decay Regularization.
-
-    Example:
-        >>> tx = adamw(0.1, weight_decay=0.0)
-        >>> params = {"w": torch.ones(1)}
-        >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
-        -0.1
     """
     return chain(
         scale_by_adam(b1, b2, eps=eps, amsgrad=amsgrad, mu_dtype=mu_dtype, nu_dtype=nu_dtype),

@@ -31,6 +31,12 @@ class ScaleByAdamaxState(NamedTuple):
 def scale_by_adamax(b1: Decay = 0.9, b2: Decay = 0.999, *, eps: NonNegative = 1e-8) -> Transform:
     r"""Adam's direction with a decaying maximum instead of the root mean square, as in `torch.optim.Adamax`.
 
+    Example:
+        >>> params = {"w": torch.tensor([2.0, -3.0])}
+        >>> tx = scale_by_adamax()
+        >>> tx.update(params, tx.init(params), params)[0]["w"].round(decimals=4).tolist()
+        [1.0, -1.0]
+
     .. math:: \frac{m_t}{(1 - \beta_1^t) u_t}, \quad u_t = \max(\beta_2 u_{t-1}, |g_t| + \epsilon)
 
     Args:
@@ -40,12 +46,6 @@ def scale_by_adamax(b1: Decay = 0.9, b2: Decay = 0.999, *, eps: NonNegative = 1e
 
     References:
         Kingma and Ba, 2015, Adam, section 7.1.
-
-    Example:
-        >>> params = {"w": torch.tensor([2.0, -3.0])}
-        >>> tx = scale_by_adamax()
-        >>> tx.update(params, tx.init(params), params)[0]["w"].round(decimals=4).tolist()
-        [1.0, -1.0]
     """
 
     def init(params: Params) -> ScaleByAdamaxState:
@@ -79,6 +79,13 @@ def adamax(
 ) -> Transform:
     r"""Adam in the infinity norm, as `torch.optim.Adamax`; the direction is that of `scale_by_adamax`.
 
+    Example:
+        >>> import torch
+        >>> tx = adamax(0.1)
+        >>> params = {"w": torch.ones(1)}
+        >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
+        -0.1
+
     Args:
         learning_rate: :math:`\gamma` in [0, inf), or a schedule.
         b1: decay of the mean of gradients, in [0, 1).
@@ -89,13 +96,6 @@ def adamax(
 
     References:
         Kingma and Ba, 2015, Adam, section 7.1.
-
-    Example:
-        >>> import torch
-        >>> tx = adamax(0.1)
-        >>> params = {"w": torch.ones(1)}
-        >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
-        -0.1
     """
     direction = scale_by_adamax(b1, b2, eps=eps)
     return chain(*decay_parts(weight_decay, mask), direction, scale_by_learning_rate(learning_rate))

@@ -50,6 +50,12 @@ def scale_by_ademamix(
 ) -> Transform:
     r"""Adam's direction with a second, slow mean of gradients in the numerator.
 
+    Example:
+        >>> tx = scale_by_ademamix(alpha=0.0, eps=0.0)
+        >>> params = {"w": torch.tensor([2.0, -3.0])}
+        >>> tx.update(params, tx.init(params), params)[0]["w"].round(decimals=4).tolist()
+        [1.0, -1.0]
+
     .. math:: \frac{m_t / (1 - \beta_1^t) + \alpha n_t}{\sqrt{v_t / (1 - \beta_2^t)} + \epsilon}
 
     Args:
@@ -62,12 +68,6 @@ def scale_by_ademamix(
 
     References:
         Pagliardini et al., 2024, The AdEMAMix Optimizer: Better, Faster, Older.
-
-    Example:
-        >>> tx = scale_by_ademamix(alpha=0.0, eps=0.0)
-        >>> params = {"w": torch.tensor([2.0, -3.0])}
-        >>> tx.update(params, tx.init(params), params)[0]["w"].round(decimals=4).tolist()
-        [1.0, -1.0]
     """
 
     def init(params: Params) -> ScaleByAdemamixState:
@@ -106,6 +106,12 @@ def ademamix(
 ) -> Transform:
     r"""AdEMAMix, as `optax.contrib.ademamix`: AdamW whose momentum has a second, slow mean of old gradients.
 
+    Example:
+        >>> tx = ademamix(0.1)
+        >>> params = {"w": torch.ones(1)}
+        >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
+        -0.1
+
     .. math:: \theta_t = \theta_{t-1} - \gamma \left( \frac{\hat m_t + \alpha n_t}{\sqrt{\hat v_t} + \epsilon}
         + \lambda \theta_{t-1} \right)
 
@@ -126,12 +132,6 @@ def ademamix(
 
     References:
         Pagliardini et al., 2024, The AdEMAMix Optimizer: Better, Faster, Older.
-
-    Example:
-        >>> tx = ademamix(0.1)
-        >>> params = {"w": torch.ones(1)}
-        >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
-        -0.1
     """
     direction = scale_by_ademamix(b1, b2, b3, alpha, eps=eps, mu_dtype=mu_dtype)
     return chain(direction, *decay_parts(weight_decay, mask), scale_by_learning_rate(learning_rate))

@@ -21,15 +21,15 @@ Schedule: TypeAlias = Callable[[Tensor], Tensor]
 def within(low: float = 0.0, high: float = math.inf, ends: str = "[)") -> Check:
     """A check that a number is between two bounds. A tensor is not read, since that waits for the device.
 
-    Args:
-        low: the lower bound.
-        high: the upper bound.
-        ends: a bracket for each bound: a bound with a square bracket is a valid value itself.
-
     Example:
         >>> within(0.0, 1.0)("adamw", "b1", 1.5, "0.9 is the default")
         Traceback (most recent call last):
         purestep.errors.ConfigError: adamw: b1=1.5 must be in [0, 1) (cure: 0.9 is the default)
+
+    Args:
+        low: the lower bound.
+        high: the upper bound.
+        ends: a bracket for each bound: a bound with a square bracket is a valid value itself.
     """
 
     def check(where: str, name: str, value: Any, cure: str) -> None:

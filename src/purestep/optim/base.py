@@ -42,6 +42,13 @@ class Kind(NamedTuple):
 class Transform(NamedTuple):
     """A gradient transformation: two pure functions, and facts about them, for packing (`state.packed`).
 
+    Example:
+        >>> double = Transform(lambda params: Empty(), lambda updates, state, params: (
+        ...     {name: 2 * u for name, u in updates.items()}, state))
+        >>> params = {"w": torch.ones(2)}
+        >>> double.update(params, double.init(params), params)[0]["w"].tolist()
+        [2.0, 2.0]
+
     Args:
         init: ``params -> state``. Creates every tensor of the state; scalars are 0-d int64 or float32. Masks are
             resolved here, on the named tree, and stored in the structure of the state.
@@ -58,13 +65,6 @@ class Transform(NamedTuple):
             parameters, shape=(), and its gradients by name: with the same random numbers, and the buffers of before
             the step. At the parameters of the step it returns what the step has computed. Such a transform is a
             program's whole ``tx``, as `lbfgs`: no part of a chain, in eager mode, with one batch a step.
-
-    Example:
-        >>> double = Transform(lambda params: Empty(), lambda updates, state, params: (
-        ...     {name: 2 * u for name, u in updates.items()}, state))
-        >>> params = {"w": torch.ones(2)}
-        >>> double.update(params, double.init(params), params)[0]["w"].tolist()
-        [2.0, 2.0]
     """
 
     init: Callable[[Params], Tree]
@@ -103,15 +103,15 @@ def identity() -> Transform:
 def stateless(fn: Callable[[Params, Params], Params], *, elementwise: bool = False) -> Transform:
     """Build a transform without state from ``fn(updates, params) -> updates``.
 
-    Args:
-        fn: a pure function of the updates and the parameters.
-        elementwise: see `Transform`. True makes compiled steps smaller; it is wrong if ``fn`` depends on names or on
-            whole tensors.
-
     Example:
         >>> halve = stateless(lambda updates, params: {name: u / 2 for name, u in updates.items()})
         >>> halve.update({"w": torch.ones(1)}, Empty(), {})[0]["w"].item()
         0.5
+
+    Args:
+        fn: a pure function of the updates and the parameters.
+        elementwise: see `Transform`. True makes compiled steps smaller; it is wrong if ``fn`` depends on names or on
+            whole tensors.
     """
 
     def init(params: Params) -> Empty:
@@ -191,13 +191,13 @@ def chain(*transforms: Transform) -> Transform:
 def apply_updates(params: Params, updates: Params) -> Params:
     """Return ``params + updates``, rounded once to each parameter's dtype.
 
-    Args:
-        params: name -> P.
-        updates: name -> P, in the parameter's dtype or a wider one.
-
     Example:
         >>> apply_updates({"w": torch.ones(2)}, {"w": torch.full((2,), -0.5)})["w"].tolist()
         [0.5, 0.5]
+
+    Args:
+        params: name -> P.
+        updates: name -> P, in the parameter's dtype or a wider one.
     """
     return {name: (param + updates[name]).to(param.dtype) for name, param in params.items()}
 
@@ -205,15 +205,15 @@ def apply_updates(params: Params, updates: Params) -> Params:
 def global_norm(updates: Params) -> Tensor:
     """Return the 2-norm of all numbers together, accumulated in at least float32.
 
+    Example:
+        >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])}).item()
+        5.0
+
     Args:
         updates: name -> P, on one device; may be empty (norm 0), or complex.
 
     Returns:
         shape=(); float64 if any leaf is float64, else float32.
-
-    Example:
-        >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])}).item()
-        5.0
     """
     if not updates:
         return torch.zeros(())

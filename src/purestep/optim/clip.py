@@ -17,6 +17,12 @@ from .numerics import multiply, upcast
 def clip_by_global_norm(max_norm: NonNegative) -> Transform:
     """Multiply all updates by ``min(1, max_norm / (norm + 1e-6))``, with the norm of all numbers together.
 
+    Example:
+        >>> tx = clip_by_global_norm(1.0)
+        >>> updates, _ = tx.update({"w": torch.tensor([3.0, 4.0])}, tx.init({}), {})
+        >>> [round(u, 4) for u in updates["w"].tolist()]
+        [0.6, 0.8]
+
     The 1e-6 is taken from `torch.nn.utils.clip_grad_norm_`; optax has none. A norm that is not finite makes every
     update not finite, and the step then skips the update.
 
@@ -25,12 +31,6 @@ def clip_by_global_norm(max_norm: NonNegative) -> Transform:
 
     References:
         Pascanu et al., 2013, On the difficulty of training recurrent neural networks.
-
-    Example:
-        >>> tx = clip_by_global_norm(1.0)
-        >>> updates, _ = tx.update({"w": torch.tensor([3.0, 4.0])}, tx.init({}), {})
-        >>> [round(u, 4) for u in updates["w"].tolist()]
-        [0.6, 0.8]
     """
 
     def init(params: Params) -> Empty:
@@ -49,13 +49,13 @@ def clip_by_global_norm(max_norm: NonNegative) -> Transform:
 def clip_by_value(max_value: NonNegative) -> Transform:
     """Clamp each number to ``[-max_value, max_value]``, as `torch.nn.utils.clip_grad_value_`.
 
-    Args:
-        max_value: in [0, inf).
-
     Example:
         >>> tx = clip_by_value(1.0)
         >>> tx.update({"w": torch.tensor([-3.0, 0.5])}, tx.init({}), {})[0]["w"].tolist()
         [-1.0, 0.5]
+
+    Args:
+        max_value: in [0, inf).
     """
 
     def clip(updates: Params, params: Params) -> Params:
@@ -76,6 +76,13 @@ def _clamp(leaf: Tensor, limit: Scalar) -> Tensor:
 def adaptive_grad_clip(clipping: NonNegative, *, eps: NonNegativeFloat = 1e-3) -> Transform:
     """Clip the gradient norm of each unit to ``clipping * max(weight norm, eps)``.
 
+    Example:
+        >>> tx = adaptive_grad_clip(0.1)
+        >>> params = {"w": torch.tensor([[3.0, 4.0]])}
+        >>> updates, _ = tx.update({"w": torch.tensor([[6.0, 8.0]])}, tx.init(params), params)
+        >>> [round(u, 3) for u in updates["w"].flatten().tolist()]
+        [0.3, 0.4]
+
     A unit is one row of a weight matrix, one output channel of a convolution, or a whole vector or scalar.
 
     Args:
@@ -84,13 +91,6 @@ def adaptive_grad_clip(clipping: NonNegative, *, eps: NonNegativeFloat = 1e-3) -
 
     References:
         Brock et al., 2021, High-Performance Large-Scale Image Recognition Without Normalization, equation 3.
-
-    Example:
-        >>> tx = adaptive_grad_clip(0.1)
-        >>> params = {"w": torch.tensor([[3.0, 4.0]])}
-        >>> updates, _ = tx.update({"w": torch.tensor([[6.0, 8.0]])}, tx.init(params), params)
-        >>> [round(u, 3) for u in updates["w"].flatten().tolist()]
-        [0.3, 0.4]
     """
 
     def clip(updates: Params, params: Params) -> Params:

@@ -55,13 +55,6 @@ def no_updates(params: Params) -> dict[str, Any]:
 def update_counts(state: Counting, names: Collection[str]) -> Tensor:
     """Return each parameter's update count: of the updates done, those in which it had a gradient.
 
-    Args:
-        state: with ``step`` and ``missed``.
-        names: of parameters, or of flat buffers; the parameters in one buffer have missed equally many updates.
-
-    Returns:
-        shape=() if all names have the same count, else shape=(n,); `numerics.by_name` splits it.
-
     Example:
         >>> state = StepState(**no_updates({"a": torch.ones(2), "b": torch.ones(2)}))._replace(step=torch.tensor(3))
         >>> update_counts(state, ["a", "b"])
@@ -69,6 +62,13 @@ def update_counts(state: Counting, names: Collection[str]) -> Tensor:
         >>> state = state._replace(missed=state.missed._replace(counts=torch.tensor([0, 2])))
         >>> update_counts(state, ["a", "b"]).tolist()
         [3, 1]
+
+    Args:
+        state: with ``step`` and ``missed``.
+        names: of parameters, or of flat buffers; the parameters in one buffer have missed equally many updates.
+
+    Returns:
+        shape=() if all names have the same count, else shape=(n,); `numerics.by_name` splits it.
     """
     step, missed = state.step, state.missed
     if not isinstance(missed, Missed) or not names:

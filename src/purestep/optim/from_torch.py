@@ -41,6 +41,13 @@ _SCALAR = "scalar"  # a 0-d float64 tensor, stored in shape (1,), since a 0-d fl
 def from_torch(optimizer: type[torch.optim.Optimizer], *, lr: Rate | None = None, **kwargs: Any) -> Transform:
     """Build a pure transform from any optimizer class whose ``step`` needs no closure, including third-party ones.
 
+    Example:
+        >>> tx = from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
+        >>> params = {"w": torch.ones(1)}
+        >>> updates, state = tx.update(params, tx.init(params), params)
+        >>> round(updates["w"].item(), 4), list(state.slots["w"])
+        (-0.1, ['momentum_buffer'])
+
     In eager mode the updates equal those of the optimizer, up to one rounding. Compiled steps support the dense
     optimizers of torch.optim except Adafactor (use `adafactor`) and SGD with dampening (use `sgd`), and others that
     keep their state in tensors, do not branch on tensor values, and whose first step is like the later ones. There is
@@ -58,13 +65,6 @@ def from_torch(optimizer: type[torch.optim.Optimizer], *, lr: Rate | None = None
             rate is out of range; when compiling, the optimizer cannot be traced.
         StateError: at update, the keys or shapes of the optimizer's state have changed.
         StepContractError: at update, if called inside of a transform of `torch.func`.
-
-    Example:
-        >>> tx = from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
-        >>> params = {"w": torch.ones(1)}
-        >>> updates, state = tx.update(params, tx.init(params), params)
-        >>> round(updates["w"].item(), 4), list(state.slots["w"])
-        (-0.1, ['momentum_buffer'])
     """
     spec = _spec_of(optimizer, lr, kwargs)
     schedule = lr if isinstance(lr, Tensor) or callable(lr) else None

@@ -35,10 +35,6 @@ def inject(
 ) -> Callable[..., Transform]:
     """Wrap a factory so that its floats and schedules become float32 leaves of the state.
 
-    Use it for a number that is changed or differentiated without a new program: a learning rate that a callback lowers,
-    one that differs between the members of an `ensemble`, one that a gradient tunes. Other numbers are constants of the
-    program, and a compiled step compiles again for another constant.
-
     Example:
         >>> from purestep.optim import scale_by_learning_rate
         >>> tx = inject(scale_by_learning_rate)(learning_rate=0.5)
@@ -46,6 +42,10 @@ def inject(
         >>> state = set_hyperparams(tx.init(params), learning_rate=0.25)
         >>> tx.update(params, state, params)[0]["w"].item()
         -0.25
+
+    Use it for a number that is changed or differentiated without a new program: a learning rate that a callback lowers,
+    one that differs between the members of an `ensemble`, one that a gradient tunes. Other numbers are constants of the
+    program, and a compiled step compiles again for another constant.
 
     Only arguments of the call become leaves; defaults stay constants. A leaf is rounded to float32, a relative error of
     up to 6e-8: for ``b2=0.999``, ``1 - b2`` has a relative error of 1.3e-5, which is visible in float64.
@@ -164,16 +164,16 @@ def _fitted(name: str, value: Any, old: Tensor) -> Tensor:
 def hyperparams(opt_state: Tree) -> dict[str, Tensor]:
     """Return the hyperparameters in a state: the learning rate of the last update, and the leaves of `inject`.
 
+    Example:
+        >>> from purestep.optim import scale_by_learning_rate
+        >>> {name: value.item() for name, value in hyperparams(scale_by_learning_rate(0.5).init({})).items()}
+        {'learning_rate': 0.5}
+
     Args:
         opt_state: the state of any transform.
 
     Returns:
         name -> shape=(), float32. Inside a `partition` the name is ``label/learning_rate``.
-
-    Example:
-        >>> from purestep.optim import scale_by_learning_rate
-        >>> {name: value.item() for name, value in hyperparams(scale_by_learning_rate(0.5).init({})).items()}
-        {'learning_rate': 0.5}
     """
     return dict(_hyperparams(opt_state, ""))
 
@@ -208,6 +208,12 @@ def injected(opt_state: Tree) -> dict[str, Tensor]:
 def set_hyperparams(opt_state: Tree, **values: float | Tensor) -> Tree:
     """Return the state with other values for leaves of `inject`; a compiled step uses them without recompiling.
 
+    Example:
+        >>> from purestep.optim import scale
+        >>> state = inject(scale)(factor=2.0).init({})
+        >>> set_hyperparams(state, factor=3.0).hyperparams["factor"].item()
+        3.0
+
     Args:
         opt_state: the state of a transform that contains an `inject`; it is not modified.
         values: name -> number, by the names of `hyperparams`. Inside a `partition`, ``learning_rate=0.1`` sets every
@@ -217,12 +223,6 @@ def set_hyperparams(opt_state: Tree, **values: float | Tensor) -> Tree:
     Raises:
         ConfigError: the state is a TrainState; a name is not a leaf, or follows a schedule; a value is no number and
             no tensor of the shape of the leaf.
-
-    Example:
-        >>> from purestep.optim import scale
-        >>> state = inject(scale)(factor=2.0).init({})
-        >>> set_hyperparams(state, factor=3.0).hyperparams["factor"].item()
-        3.0
     """
     if isinstance(opt_state, TrainState):
         given = ", ".join(f"{name}=..." for name in values)

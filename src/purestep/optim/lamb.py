@@ -21,13 +21,13 @@ def scale_by_trust_ratio() -> Transform:
 
     The factor is :math:`\|\theta\| / \|u\|`, and 1 if either norm is 0.
 
-    References:
-        You et al., 2020, Large Batch Optimization for Deep Learning, algorithm 2 (LAMB).
-
     Example:
         >>> params = {"w": torch.tensor([3.0, 4.0])}
         >>> scale_by_trust_ratio().update({"w": torch.tensor([0.0, 2.0])}, (), params)[0]["w"].tolist()
         [0.0, 5.0]
+
+    References:
+        You et al., 2020, Large Batch Optimization for Deep Learning, algorithm 2 (LAMB).
     """
 
     def fn(updates: Params, params: Params) -> Params:
@@ -54,6 +54,12 @@ def lamb(
 ) -> Transform:
     r"""LAMB, as `optax.lamb`: AdamW with each layer's step scaled to the norm of its weights. torch.optim has none.
 
+    Example:
+        >>> tx = lamb(0.1)
+        >>> params = {"w": torch.ones(1)}
+        >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
+        -0.1
+
     With :math:`u_t = \hat m_t / (\sqrt{\hat v_t} + \epsilon) + \lambda \theta_{t-1}`, :math:`\theta_t = \theta_{t-1}
     - \gamma u_t \|\theta_{t-1}\| / \|u_t\|`. Not elementwise.
 
@@ -67,12 +73,6 @@ def lamb(
 
     References:
         You et al., 2020, Large Batch Optimization for Deep Learning: Training BERT in 76 minutes.
-
-    Example:
-        >>> tx = lamb(0.1)
-        >>> params = {"w": torch.ones(1)}
-        >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
-        -0.1
     """
     return chain(
         scale_by_adam(b1, b2, eps=eps),

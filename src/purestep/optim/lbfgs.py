@@ -49,6 +49,16 @@ def lbfgs(
 ) -> Transform:
     """L-BFGS, by `torch.optim.LBFGS` itself: one update does up to ``max_iter`` iterations on one batch.
 
+    Example:
+        >>> tx = lbfgs()
+        >>> params = {"w": torch.tensor([3.0, -1.0])}
+        >>> def value_and_grad(params):  # a step passes the loss of its batch
+        ...     return params["w"].square().sum(), {"w": 2 * params["w"]}
+        >>> _, grads = value_and_grad(params)
+        >>> params, state = tx.update(grads, tx.init(params), params, value_and_grad=value_and_grad)
+        >>> params["w"].abs().max().item() < 1e-6
+        True
+
     Each iteration evaluates the loss of the batch once, or several times in the line search, with the random numbers
     of the step and the buffers of before it. The buffers after the step are those of one more pass at the accepted
     parameters. Metrics are those of the first evaluation. It suits small, full-batch problems (physics-informed
@@ -74,16 +84,6 @@ def lbfgs(
 
     References:
         Nocedal and Wright, 2006, Numerical Optimization, algorithms 3.5, 3.6 and 7.5.
-
-    Example:
-        >>> tx = lbfgs()
-        >>> params = {"w": torch.tensor([3.0, -1.0])}
-        >>> def value_and_grad(params):  # a step passes the loss of its batch
-        ...     return params["w"].square().sum(), {"w": 2 * params["w"]}
-        >>> _, grads = value_and_grad(params)
-        >>> params, state = tx.update(grads, tx.init(params), params, value_and_grad=value_and_grad)
-        >>> params["w"].abs().max().item() < 1e-6
-        True
     """
     check_choice("lbfgs", ("strong_wolfe", None), line_search_fn=line_search_fn)
     options: dict[str, Any] = {

@@ -26,6 +26,12 @@ class ScaleByLionState(NamedTuple):
 def scale_by_lion(b1: Decay = 0.9, b2: Decay = 0.99, *, mu_dtype: torch.dtype | None = None) -> Transform:
     r"""The sign of momentum and gradient mixed, :math:`\operatorname{sign}(\beta_1 m_{t-1} + (1 - \beta_1) g_t)`.
 
+    Example:
+        >>> params = {"w": torch.tensor([2.0, -3.0])}
+        >>> tx = scale_by_lion()
+        >>> tx.update(params, tx.init(params), params)[0]["w"].tolist()
+        [1.0, -1.0]
+
     Args:
         b1: weight of the mean in the direction, in [0, 1).
         b2: decay of the mean, :math:`m_t = \beta_2 m_{t-1} + (1 - \beta_2) g_t`, in [0, 1).
@@ -33,12 +39,6 @@ def scale_by_lion(b1: Decay = 0.9, b2: Decay = 0.99, *, mu_dtype: torch.dtype | 
 
     References:
         Chen et al., 2023, Symbolic Discovery of Optimization Algorithms.
-
-    Example:
-        >>> params = {"w": torch.tensor([2.0, -3.0])}
-        >>> tx = scale_by_lion()
-        >>> tx.update(params, tx.init(params), params)[0]["w"].tolist()
-        [1.0, -1.0]
     """
 
     def init(params: Params) -> ScaleByLionState:
@@ -69,6 +69,12 @@ def lion(
 ) -> Transform:
     r"""Lion, as `optax.lion`: a step along the sign of momentum. torch.optim has no Lion.
 
+    Example:
+        >>> tx = lion(0.1, weight_decay=0.0)
+        >>> params = {"w": torch.ones(1)}
+        >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
+        -0.1
+
     .. math:: \theta_t = \theta_{t-1} - \gamma (s_t + \lambda \theta_{t-1}), \quad
         s_t = \operatorname{sign}(\beta_1 m_{t-1} + (1 - \beta_1) g_t)
 
@@ -82,12 +88,6 @@ def lion(
 
     References:
         Chen et al., 2023, Symbolic Discovery of Optimization Algorithms.
-
-    Example:
-        >>> tx = lion(0.1, weight_decay=0.0)
-        >>> params = {"w": torch.ones(1)}
-        >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
-        -0.1
     """
     direction = scale_by_lion(b1, b2, mu_dtype=mu_dtype)
     return chain(direction, *decay_parts(weight_decay, mask), scale_by_learning_rate(learning_rate))

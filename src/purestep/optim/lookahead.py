@@ -32,6 +32,17 @@ def lookahead(
 ) -> Transform:
     r"""Let slow weights follow a whole optimizer, as `optax.lookahead`: k steps forward, 1 step back.
 
+    Example:
+        >>> from purestep.optim import sgd
+        >>> tx, params = lookahead(sgd(1.0), sync_period=2), {"w": torch.zeros(1)}
+        >>> state, seen = tx.init(params), []
+        >>> for _ in range(4):
+        ...     updates, state = tx.update({"w": -torch.ones(1)}, state, params)
+        ...     params = {"w": params["w"] + updates["w"]}
+        ...     seen.append(params["w"].item())
+        >>> seen
+        [1.0, 1.0, 2.0, 2.0]
+
     ``inner`` updates the weights. After every ``sync_period`` updates, the slow weights :math:`\phi` move towards them,
     and the weights continue from there: :math:`\phi \leftarrow \phi + \alpha (\theta - \phi)`,
     :math:`\theta \leftarrow \phi`. The parameters in a state are the fast weights; they equal the slow ones after a
@@ -47,17 +58,6 @@ def lookahead(
 
     References:
         Zhang et al., 2019, Lookahead Optimizer: k steps forward, 1 step back.
-
-    Example:
-        >>> from purestep.optim import sgd
-        >>> tx, params = lookahead(sgd(1.0), sync_period=2), {"w": torch.zeros(1)}
-        >>> state, seen = tx.init(params), []
-        >>> for _ in range(4):
-        ...     updates, state = tx.update({"w": -torch.ones(1)}, state, params)
-        ...     params = {"w": params["w"] + updates["w"]}
-        ...     seen.append(params["w"].item())
-        >>> seen
-        [1.0, 1.0, 2.0, 2.0]
     """
     value: Any = inner
     if not isinstance(value, Transform):

@@ -55,6 +55,13 @@ def scale_by_muon(
 ) -> Transform:
     r"""Momentum, then the nearest (semi-)orthogonal matrix by Newton-Schulz steps in bfloat16, as `torch.optim.Muon`.
 
+    Example:
+        >>> params = {"w": torch.eye(2)}
+        >>> tx = scale_by_muon()
+        >>> update = tx.update(params, tx.init(params), params)[0]["w"]
+        >>> bool((torch.linalg.svdvals(update) - 1).abs().max() < 0.4)
+        True
+
     Args:
         momentum: decay of the mean of gradients, in [0, 1).
         nesterov: orthogonalize the interpolation of gradient and mean, instead of the mean.
@@ -69,13 +76,6 @@ def scale_by_muon(
 
     References:
         Jordan et al., 2024, Muon: An optimizer for hidden layers in neural networks.
-
-    Example:
-        >>> params = {"w": torch.eye(2)}
-        >>> tx = scale_by_muon()
-        >>> update = tx.update(params, tx.init(params), params)[0]["w"]
-        >>> bool((torch.linalg.svdvals(update) - 1).abs().max() < 0.4)
-        True
     """
 
     def init(params: Params) -> ScaleByMuonState:
@@ -118,6 +118,11 @@ def _orthogonalize(matrix: Tensor, coefficients: tuple[float, float, float], ste
 def scale_by_shape(adjust: Adjust = "original") -> Transform:
     r"""Multiply orthogonal updates by a factor of the matrix shape, so that one learning rate fits all matrices.
 
+    Example:
+        >>> params = {"w": torch.ones(4, 1)}
+        >>> scale_by_shape().update(params, (), params)[0]["w"][0].item()
+        2.0
+
     Args:
         adjust: ``"original"``: :math:`\sqrt{\max(1, rows / columns)}`; a number r: :math:`r \sqrt{\max(rows,
             columns)}`, so that the root mean square of every update is r; ``"match_rms_adamw"``: 0.2, which suits the
@@ -125,11 +130,6 @@ def scale_by_shape(adjust: Adjust = "original") -> Transform:
 
     References:
         Liu et al., 2025, Muon is Scalable for LLM Training.
-
-    Example:
-        >>> params = {"w": torch.ones(4, 1)}
-        >>> scale_by_shape().update(params, (), params)[0]["w"][0].item()
-        2.0
     """
 
     def factor(rows: int, columns: int) -> Scalar:
@@ -161,6 +161,14 @@ def muon(
 ) -> Transform:
     r"""Muon, as `torch.optim.Muon`: momentum with all singular values set to about 1, for hidden weight matrices.
 
+    Example:
+        >>> from purestep.optim import adamw, partition
+        >>> model = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 9))
+        >>> tx = partition({"muon": muon(0.02), "adamw": adamw(3e-4)}, muon_labels(model, skip=("2",)))
+        >>> state = tx.init(dict(model.named_parameters()))
+        >>> {label: list(group.selected) for label, group in state.groups.items()}
+        {'muon': ['1.weight'], 'adamw': ['0.weight', '1.bias', '2.weight', '2.bias']}
+
     Train embeddings, heads, biases and norms with another optimizer; see the example. Not elementwise.
 
     Args:
@@ -183,14 +191,6 @@ def muon(
     References:
         Jordan et al., 2024, Muon: An optimizer for hidden layers in neural networks; Liu et al., 2025, Muon is
         Scalable for LLM Training.
-
-    Example:
-        >>> from purestep.optim import adamw, partition
-        >>> model = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 9))
-        >>> tx = partition({"muon": muon(0.02), "adamw": adamw(3e-4)}, muon_labels(model, skip=("2",)))
-        >>> state = tx.init(dict(model.named_parameters()))
-        >>> {label: list(group.selected) for label, group in state.groups.items()}
-        {'muon': ['1.weight'], 'adamw': ['0.weight', '1.bias', '2.weight', '2.bias']}
     """
     direction = scale_by_muon(
         momentum, nesterov=nesterov, ns_coefficients=ns_coefficients, ns_steps=ns_steps, eps=eps, flatten=flatten
@@ -206,6 +206,10 @@ def muon(
 def muon_labels(model: torch.nn.Module, *, skip: Sequence[str] = (), flatten: bool = False) -> dict[str, str]:
     """Label the parameters of a model for `partition`: ``"muon"`` for weight matrices, ``"adamw"`` for the rest.
 
+    Example:
+        >>> muon_labels(torch.nn.Linear(2, 2))
+        {'weight': 'muon', 'bias': 'adamw'}
+
     The rest are vectors, scalars, convolutions without ``flatten``, the weights of norms and embeddings, and matrices
     tied to one of these.
 
@@ -220,10 +224,6 @@ def muon_labels(model: torch.nn.Module, *, skip: Sequence[str] = (), flatten: bo
 
     Raises:
         ConfigError: no parameter has a name in ``skip``.
-
-    Example:
-        >>> muon_labels(torch.nn.Linear(2, 2))
-        {'weight': 'muon', 'bias': 'adamw'}
     """
     model = unwrapped(model)
     tables = (torch.nn.Embedding, torch.nn.EmbeddingBag)

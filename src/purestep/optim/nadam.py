@@ -44,6 +44,12 @@ def scale_by_nadam(
 ) -> Transform:
     r"""Adam's direction with Nesterov momentum that warms up, as in `torch.optim.NAdam`.
 
+    Example:
+        >>> params = {"w": torch.ones(2)}
+        >>> tx = scale_by_nadam()
+        >>> tx.init(params).mu_product.item()
+        1.0
+
     .. math:: \left( \frac{(1 - \mu_t) g_t}{1 - \pi_t} + \frac{\mu_{t+1} m_t}{1 - \pi_{t+1}} \right)
         / (\sqrt{\hat v_t} + \epsilon), \quad
         \mu_t = \beta_1 (1 - 0.96^{t \psi} / 2), \quad \pi_t = \prod_{i \le t} \mu_i
@@ -56,12 +62,6 @@ def scale_by_nadam(
 
     References:
         Dozat, 2016, Incorporating Nesterov Momentum into Adam.
-
-    Example:
-        >>> params = {"w": torch.ones(2)}
-        >>> tx = scale_by_nadam()
-        >>> tx.init(params).mu_product.item()
-        1.0
     """
 
     def init(params: Params) -> ScaleByNadamState:
@@ -104,6 +104,13 @@ def nadam(
 ) -> Transform:
     r"""Adam with Nesterov momentum, as `torch.optim.NAdam`; the direction is that of `scale_by_nadam`.
 
+    Example:
+        >>> import torch
+        >>> tx = nadam(0.1)
+        >>> params = {"w": torch.ones(1)}
+        >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
+        -0.1056
+
     Args:
         learning_rate: :math:`\gamma` in [0, inf), or a schedule.
         b1: decay of the mean of gradients, in [0, 1).
@@ -116,13 +123,6 @@ def nadam(
 
     References:
         Dozat, 2016, Incorporating Nesterov Momentum into Adam.
-
-    Example:
-        >>> import torch
-        >>> tx = nadam(0.1)
-        >>> params = {"w": torch.ones(1)}
-        >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
-        -0.1056
     """
     decay = decay_parts(weight_decay, mask)
     direction = scale_by_nadam(b1, b2, eps=eps, momentum_decay=momentum_decay)

@@ -41,13 +41,13 @@ def upcast_dtype(leaf: Tensor) -> torch.dtype:
 def multiply(leaf: Tensor, factor: Scalar) -> Tensor:
     """Return ``leaf * factor`` in the leaf's dtype: the factor promotes nothing and is not rounded to 16 bits.
 
-    Args:
-        leaf: P, floating.
-        factor: a number or a tensor, shape=().
-
     Example:
         >>> multiply(torch.ones((), dtype=torch.float32), torch.tensor(0.1, dtype=torch.float64)).dtype
         torch.float32
+
+    Args:
+        leaf: P, floating.
+        factor: a number or a tensor, shape=().
     """
     if not isinstance(factor, Tensor) or (factor.dtype == leaf.dtype and leaf.dtype not in _LOW_PRECISION):
         return leaf * factor

@@ -60,6 +60,12 @@ def prodigy(
 ) -> Transform:
     r"""Prodigy, as `optax.contrib.prodigy`: AdamW that estimates its learning rate.
 
+    Example:
+        >>> tx, params = prodigy(), {"w": torch.ones(1)}
+        >>> updates, state = tx.update(params, tx.init(params), params)
+        >>> f"{updates['w'].item():.1e}"
+        '-1.0e-06'
+
     The estimate :math:`d` never falls. With the gradients :math:`g_t` at :math:`\theta_t`, the inner products over all
     parameters of this transform, and :math:`\gamma_t = \gamma d_t \sqrt{1 - \beta_2^t} / (1 - \beta_1^t)`:
 
@@ -83,12 +89,6 @@ def prodigy(
 
     References:
         Mishchenko and Defazio, 2023, Prodigy: An Expeditiously Adaptive Parameter-Free Learner.
-
-    Example:
-        >>> tx, params = prodigy(), {"w": torch.ones(1)}
-        >>> updates, state = tx.update(params, tx.init(params), params)
-        >>> f"{updates['w'].item():.1e}"
-        '-1.0e-06'
     """
     decay3 = b2**0.5 if b3 is None else b3
     decay = chain(identity(), *decay_parts(weight_decay, mask))

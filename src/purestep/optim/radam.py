@@ -45,6 +45,12 @@ def scale_by_radam(b1: Decay = 0.9, b2: Decay = 0.999, *, eps: NonNegative = 1e-
 
     The variance of :math:`v` is large there.
 
+    Example:
+        >>> params = {"w": torch.tensor([3.0])}
+        >>> tx = scale_by_radam()
+        >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)  # not yet adaptive
+        3.0
+
     With :math:`\rho_t = \rho_\infty - 2 t \beta_2^t / (1 - \beta_2^t)`: :math:`\hat m_t` where
     :math:`\rho_t \le 5`, else :math:`r_t \hat m_t \sqrt{1 - \beta_2^t} / (\sqrt{v_t} + \epsilon)`.
 
@@ -55,12 +61,6 @@ def scale_by_radam(b1: Decay = 0.9, b2: Decay = 0.999, *, eps: NonNegative = 1e-
 
     References:
         Liu et al., 2020, On the Variance of the Adaptive Learning Rate and Beyond.
-
-    Example:
-        >>> params = {"w": torch.tensor([3.0])}
-        >>> tx = scale_by_radam()
-        >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)  # not yet adaptive
-        3.0
     """
 
     def init(params: Params) -> ScaleByRadamState:
@@ -107,6 +107,13 @@ def radam(
 ) -> Transform:
     r"""Rectified Adam, as `torch.optim.RAdam`; the direction is that of `scale_by_radam`.
 
+    Example:
+        >>> import torch
+        >>> tx = radam(0.1)
+        >>> params = {"w": torch.ones(1)}
+        >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
+        -0.1
+
     Args:
         learning_rate: :math:`\gamma` in [0, inf), or a schedule.
         b1: decay of the mean of gradients, in [0, 1).
@@ -118,13 +125,6 @@ def radam(
 
     References:
         Liu et al., 2020, On the Variance of the Adaptive Learning Rate and Beyond.
-
-    Example:
-        >>> import torch
-        >>> tx = radam(0.1)
-        >>> params = {"w": torch.ones(1)}
-        >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
-        -0.1
     """
     direction, decay = scale_by_radam(b1, b2, eps=eps), decay_parts(weight_decay, mask)
     parts = [direction, *decay] if decoupled_weight_decay else [*decay, direction]

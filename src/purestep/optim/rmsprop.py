@@ -28,6 +28,12 @@ class ScaleByRmsState(NamedTuple):
 def scale_by_rms(decay: Decay = 0.99, *, eps: NonNegative = 1e-8, centered: bool = False) -> Transform:
     r"""Gradients over their root mean square, :math:`g_t / (\sqrt{v_t} + \epsilon)`, as in `torch.optim.RMSprop`.
 
+    Example:
+        >>> params = {"w": torch.tensor([2.0, -3.0])}
+        >>> tx = scale_by_rms(0.75)
+        >>> tx.update(params, tx.init(params), params)[0]["w"].round(decimals=4).tolist()
+        [2.0, -2.0]
+
     Args:
         decay: decay of the mean of squares, in [0, 1); torch's alpha.
         eps: in [0, inf), outside the root.
@@ -35,12 +41,6 @@ def scale_by_rms(decay: Decay = 0.99, *, eps: NonNegative = 1e-8, centered: bool
 
     References:
         Hinton, 2012, Neural Networks for Machine Learning, lecture 6e; Graves, 2013 (centered).
-
-    Example:
-        >>> params = {"w": torch.tensor([2.0, -3.0])}
-        >>> tx = scale_by_rms(0.75)
-        >>> tx.update(params, tx.init(params), params)[0]["w"].round(decimals=4).tolist()
-        [2.0, -2.0]
     """
 
     def init(params: Params) -> ScaleByRmsState:
@@ -73,6 +73,13 @@ def rmsprop(
 ) -> Transform:
     r"""RMSprop, as `torch.optim.RMSprop`: gradients over their root mean square, with optional momentum.
 
+    Example:
+        >>> import torch
+        >>> tx = rmsprop(0.1, decay=0.75)
+        >>> params = {"w": torch.ones(1)}
+        >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
+        -0.2
+
     .. math:: \theta_t = \theta_{t-1} - \gamma b_t, \quad b_t = \mu b_{t-1} + g_t / (\sqrt{v_t} + \epsilon)
 
     Args:
@@ -86,13 +93,6 @@ def rmsprop(
 
     References:
         Hinton, 2012, Neural Networks for Machine Learning, lecture 6e; Graves, 2013 (centered).
-
-    Example:
-        >>> import torch
-        >>> tx = rmsprop(0.1, decay=0.75)
-        >>> params = {"w": torch.ones(1)}
-        >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
-        -0.2
     """
     velocity = [trace(momentum)] if is_enabled(momentum) else []
     direction = scale_by_rms(decay, eps=eps, centered=centered)

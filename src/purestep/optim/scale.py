@@ -21,12 +21,12 @@ from .wrappers import Mask, masked
 def scale(factor: Annotated[Scalar, within(-math.inf)]) -> Transform:
     """Multiply updates by a number; ``chain(scale(-1.0), ...)`` maximizes.
 
-    Args:
-        factor: finite. For a schedule use `inject`.
-
     Example:
         >>> scale(0.5).update({"w": torch.ones(1)}, (), {})[0]["w"].item()
         0.5
+
+    Args:
+        factor: finite. For a schedule use `inject`.
     """
 
     def fn(updates: Params, params: Params) -> Params:
@@ -47,10 +47,6 @@ class ScaleByLearningRateState(NamedTuple):
 def scale_by_learning_rate(learning_rate: Rate) -> Transform:
     """Multiply updates by ``-learning_rate``: the last part of every named optimizer.
 
-    Args:
-        learning_rate: in [0, inf): a number, a 0-d tensor, or a schedule of the count of updates done. The first
-            update uses ``schedule(0)``.
-
     Example:
         >>> tx = scale_by_learning_rate(lambda count: 1.0 / (count + 1))
         >>> params = {"w": torch.ones(1)}
@@ -59,6 +55,10 @@ def scale_by_learning_rate(learning_rate: Rate) -> Transform:
         ...     updates, state = tx.update(params, state, params)
         >>> updates["w"].item(), state.step.item(), state.learning_rate.item()
         (-0.5, 2, 0.5)
+
+    Args:
+        learning_rate: in [0, inf): a number, a 0-d tensor, or a schedule of the count of updates done. The first
+            update uses ``schedule(0)``.
     """
 
     def init(params: Params) -> ScaleByLearningRateState:
@@ -87,6 +87,11 @@ def rate_leaf(rate: Scalar, count: Tensor) -> Tensor:
 def add_decayed_weights(weight_decay: NonNegative, *, mask: Mask | None = None) -> Transform:
     """Weight decay: ``updates + weight_decay * params``.
 
+    Example:
+        >>> params = {"w": torch.full((1,), 2.0)}
+        >>> add_decayed_weights(0.1).update({"w": torch.ones(1)}, (), params)[0]["w"].item()
+        1.2000000476837158
+
     Before the moments this is torch's coupled weight decay (an L2 penalty); after them, the decoupled one of AdamW.
 
     Args:
@@ -99,11 +104,6 @@ def add_decayed_weights(weight_decay: NonNegative, *, mask: Mask | None = None) 
 
     References:
         Loshchilov and Hutter, 2019, Decoupled Weight Decay Regularization.
-
-    Example:
-        >>> params = {"w": torch.full((1,), 2.0)}
-        >>> add_decayed_weights(0.1).update({"w": torch.ones(1)}, (), params)[0]["w"].item()
-        1.2000000476837158
     """
 
     def decay(updates: Params, params: Params) -> Params:

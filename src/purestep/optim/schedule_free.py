@@ -40,6 +40,13 @@ def schedule_free(
 ) -> Transform:
     r"""Make a direction without momentum schedule-free, as `optax.contrib.schedule_free`.
 
+    Example:
+        >>> from purestep.optim import identity
+        >>> tx, params = schedule_free(identity(), 1.0, b1=0.5), {"w": torch.zeros(1)}
+        >>> updates, state = tx.update({"w": -torch.ones(1)}, tx.init(params), params)
+        >>> state.z["w"].item(), updates["w"].item()
+        (1.0, 1.0)
+
     Gradients are taken at :math:`y`, the parameters in the state; steps move :math:`z`; their average :math:`x` is the
     model to evaluate and to ship, see `schedule_free_view`:
 
@@ -57,13 +64,6 @@ def schedule_free(
 
     References:
         Defazio et al., 2024, The Road Less Scheduled.
-
-    Example:
-        >>> from purestep.optim import identity
-        >>> tx, params = schedule_free(identity(), 1.0, b1=0.5), {"w": torch.zeros(1)}
-        >>> updates, state = tx.update({"w": -torch.ones(1)}, tx.init(params), params)
-        >>> state.z["w"].item(), updates["w"].item()
-        (1.0, 1.0)
     """
 
     def init(params: Params) -> ScheduleFreeState:
@@ -139,6 +139,11 @@ def schedule_free_sgd(
 ) -> Transform:
     r"""SGD without a schedule, as `optax.contrib.schedule_free_sgd`; evaluate `schedule_free_view`.
 
+    Example:
+        >>> tx, params = schedule_free_sgd(0.5), {"w": torch.ones(1)}
+        >>> tx.update({"w": torch.ones(1)}, tx.init(params), params)[0]["w"].item()
+        -0.5
+
     Args:
         learning_rate: in [0, inf), or a schedule that warms up and then stays constant; usually 10 to 50 times that of
             SGD with momentum.
@@ -149,11 +154,6 @@ def schedule_free_sgd(
 
     References:
         Defazio et al., 2024, The Road Less Scheduled.
-
-    Example:
-        >>> tx, params = schedule_free_sgd(0.5), {"w": torch.ones(1)}
-        >>> tx.update({"w": torch.ones(1)}, tx.init(params), params)[0]["w"].item()
-        -0.5
     """
     inner = chain(identity(), *decay_parts(weight_decay, mask))
     return schedule_free(inner, learning_rate, b1, weight_lr_power=weight_lr_power)
@@ -172,8 +172,14 @@ def schedule_free_adamw(
 ) -> Transform:
     r"""AdamW without a schedule, as `optax.contrib.schedule_free_adamw`; evaluate `schedule_free_view`.
 
-    It needs as much memory as AdamW. Batch normalization has the statistics of :math:`y`, see `schedule_free`; run some
-    training batches through the view in train mode before an evaluation if the two differ much.
+    Example:
+        >>> tx, params = schedule_free_adamw(0.1), {"w": torch.ones(1)}
+        >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
+        -0.1
+
+    The optimizer needs as much memory as AdamW. Batch normalization has the statistics of :math:`y`, see
+    `schedule_free`; run some training batches through the view in train mode before an evaluation if the two differ
+    much.
 
     Args:
         learning_rate: in [0, inf), or a schedule that warms up and then stays constant; usually 1 to 10 times AdamW's.
@@ -186,11 +192,6 @@ def schedule_free_adamw(
 
     References:
         Defazio et al., 2024, The Road Less Scheduled.
-
-    Example:
-        >>> tx, params = schedule_free_adamw(0.1), {"w": torch.ones(1)}
-        >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
-        -0.1
     """
     inner = chain(_scale_by_corrected_rms(b2, eps), *decay_parts(weight_decay, mask))
     return schedule_free(inner, learning_rate, b1, weight_lr_power=weight_lr_power)
@@ -198,6 +199,15 @@ def schedule_free_adamw(
 
 def schedule_free_view(state: TrainState) -> TrainState:
     r"""Return the state with the averaged weights of `schedule_free`, :math:`x = (y - (1 - \beta_1) z) / \beta_1`.
+
+    Example:
+        >>> import purestep as ps
+        >>> program = ps.program(torch.nn.Linear(2, 1), ps.supervised(torch.nn.MSELoss()), schedule_free_adamw(0.1))
+        >>> state, batch = program.init(), (torch.ones(4, 2), torch.ones(4, 1))
+        >>> for _ in range(3):
+        ...     state, _ = program.train_step(state, batch)
+        >>> sorted(ps.evaluate(schedule_free_view(state), [batch], program.eval_step))
+        ['loss']
 
     Evaluate, bind and export this state; train on the other. In `fit`, evaluate it by
     ``program._replace(eval_step=lambda state, batch, *, index=0: program.eval_step(schedule_free_view(state), batch,
@@ -211,15 +221,6 @@ def schedule_free_view(state: TrainState) -> TrainState:
 
     Raises:
         StateError: the state is no TrainState, has an `ema` average, or its optimizer is not schedule-free.
-
-    Example:
-        >>> import purestep as ps
-        >>> program = ps.program(torch.nn.Linear(2, 1), ps.supervised(torch.nn.MSELoss()), schedule_free_adamw(0.1))
-        >>> state, batch = program.init(), (torch.ones(4, 2), torch.ones(4, 1))
-        >>> for _ in range(3):
-        ...     state, _ = program.train_step(state, batch)
-        >>> sorted(ps.evaluate(schedule_free_view(state), [batch], program.eval_step))
-        ['loss']
     """
     value: Any = state
     if not isinstance(value, TrainState):

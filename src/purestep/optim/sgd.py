@@ -36,6 +36,13 @@ def trace(
 ) -> Transform:
     """Momentum: ``b = decay * b + (1 - dampening) * g``; the update is ``b``, or ``g + decay * b`` with Nesterov.
 
+    Example:
+        >>> tx = trace(0.5)
+        >>> params = {"w": torch.ones(1)}
+        >>> _, state = tx.update(params, tx.init(params), params)
+        >>> tx.update(params, state, params)[0]["w"].item()
+        1.5
+
     As in `torch.optim.SGD`, the first gradient is not dampened.
 
     Args:
@@ -46,13 +53,6 @@ def trace(
 
     Raises:
         ConfigError: Nesterov momentum is combined with dampening.
-
-    Example:
-        >>> tx = trace(0.5)
-        >>> params = {"w": torch.ones(1)}
-        >>> _, state = tx.update(params, tx.init(params), params)
-        >>> tx.update(params, state, params)[0]["w"].item()
-        1.5
     """
     if nesterov and not isinstance(dampening, Tensor) and dampening != 0:
         raise ConfigError(f"nesterov=True needs dampening=0, not {dampening}", where="trace", hint="dampening=0.0")
@@ -94,6 +94,12 @@ def sgd(
 ) -> Transform:
     r"""Stochastic gradient descent, as `torch.optim.SGD`: :math:`\theta_t = \theta_{t-1} - \gamma b_t`.
 
+    Example:
+        >>> tx = sgd(0.1)
+        >>> params = {"w": torch.ones(1)}
+        >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
+        -0.1
+
     Args:
         learning_rate: :math:`\gamma` in [0, inf), or a schedule.
         momentum: in [0, inf): :math:`b_t = \mu b_{t-1} + (1 - \tau) g_t`; 0: :math:`b_t = g_t`.
@@ -107,12 +113,6 @@ def sgd(
 
     References:
         Sutskever et al., 2013, On the importance of initialization and momentum in deep learning.
-
-    Example:
-        >>> tx = sgd(0.1)
-        >>> params = {"w": torch.ones(1)}
-        >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
-        -0.1
     """
     if nesterov and not is_enabled(momentum):
         raise ConfigError("nesterov=True needs momentum", where="sgd", hint="momentum=0.9")

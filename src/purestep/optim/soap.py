@@ -58,6 +58,13 @@ def scale_by_soap(
 ) -> Transform:
     r"""Adam's direction in the eigenbasis of Shampoo's preconditioner.
 
+    Example:
+        >>> tx, params = scale_by_soap(), {"w": torch.tensor([[2.0, 0.0], [0.0, 1.0]])}
+        >>> first, state = tx.update(params, tx.init(params), params)
+        >>> second, state = tx.update(params, state, params)
+        >>> [[round(value, 4) for value in u["w"].diagonal().tolist()] for u in (first, second)]
+        [[0.0, 0.0], [1.0, 1.0]]
+
     A gradient :math:`G` is rotated to :math:`Q_L^\top G Q_R`, Adam's quotient of its means is rotated back. The bases
     are those of the running means of :math:`G G^\top` and :math:`G^\top G` (for each dimension of a kernel, with the
     others flattened). They are computed by `torch.linalg.eigh` at the first update, which otherwise changes nothing,
@@ -75,13 +82,6 @@ def scale_by_soap(
 
     References:
         Vyas et al., 2024, SOAP: Improving and Stabilizing Shampoo using Adam.
-
-    Example:
-        >>> tx, params = scale_by_soap(), {"w": torch.tensor([[2.0, 0.0], [0.0, 1.0]])}
-        >>> first, state = tx.update(params, tx.init(params), params)
-        >>> second, state = tx.update(params, state, params)
-        >>> [[round(value, 4) for value in u["w"].diagonal().tolist()] for u in (first, second)]
-        [[0.0, 0.0], [1.0, 1.0]]
     """
     beta = b2 if shampoo_beta is None else shampoo_beta
 
@@ -137,6 +137,15 @@ def soap(
 ) -> Transform:
     """SOAP, as its authors' code: Adam in the eigenbasis of Shampoo's preconditioner.
 
+    Example:
+        >>> tx, params = soap(0.5, weight_decay=0.0), {"w": torch.eye(2)}
+        >>> state, seen = tx.init(params), []
+        >>> for _ in range(2):
+        ...     updates, state = tx.update(params, state, params)
+        ...     seen.append(round(updates["w"][0, 0].item(), 4) + 0.0)
+        >>> seen
+        [0.0, -0.5]
+
     The parts are `scale_by_soap`, `add_decayed_weights` and `scale_by_learning_rate`. Weight decay is that of AdamW, as
     everywhere here: the authors' code decays the new weights rather than the old ones, and not at the first update.
 
@@ -160,15 +169,6 @@ def soap(
 
     References:
         Vyas et al., 2024, SOAP: Improving and Stabilizing Shampoo using Adam.
-
-    Example:
-        >>> tx, params = soap(0.5, weight_decay=0.0), {"w": torch.eye(2)}
-        >>> state, seen = tx.init(params), []
-        >>> for _ in range(2):
-        ...     updates, state = tx.update(params, state, params)
-        ...     seen.append(round(updates["w"][0, 0].item(), 4) + 0.0)
-        >>> seen
-        [0.0, -0.5]
     """
     direction = scale_by_soap(
         b1,

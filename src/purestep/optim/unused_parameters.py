@@ -20,15 +20,6 @@ Reached = Mapping[str, Tensor | None]
 def skip(reached: Reached, params: Params, old: Tree, new: Tree) -> Tree:
     """Restore the entries of unused parameters in a transform's new state to their old values.
 
-    An entry is the value under a parameter's name in a dict whose keys are all parameter names. The update count is
-    shared by all parameters; a state with a `Missed` counts there the updates that a parameter has missed.
-
-    Args:
-        reached: the parameters that may be unused.
-        params: name -> P, all parameters.
-        old: the transform's state before the update.
-        new: the transform's state after the update.
-
     Example:
         >>> from purestep.optim import trace
         >>> params = {"a": torch.ones(1), "b": torch.ones(1)}
@@ -37,6 +28,15 @@ def skip(reached: Reached, params: Params, old: Tree, new: Tree) -> Tree:
         >>> new = skip({"b": None}, params, old, tx.update(params, old, params)[1])
         >>> {name: value.item() for name, value in new.trace.items()}
         {'a': 1.0, 'b': 0.0}
+
+    An entry is the value under a parameter's name in a dict whose keys are all parameter names. The update count is
+    shared by all parameters; a state with a `Missed` counts there the updates that a parameter has missed.
+
+    Args:
+        reached: the parameters that may be unused.
+        params: name -> P, all parameters.
+        old: the transform's state before the update.
+        new: the transform's state after the update.
     """
     return _restore(reached, params.keys(), old, new) if reached else new
 

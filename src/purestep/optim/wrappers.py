@@ -35,14 +35,6 @@ class MaskedState(NamedTuple):
 def masked(inner: Transform, mask: Mask) -> Transform:
     r"""Apply ``inner`` to the selected parameters; pass the updates of the others through.
 
-    Args:
-        inner: any transform. It keeps state for the selected parameters only.
-        mask: name -> bool for every parameter, a function ``params -> mask``, or a regular expression.
-
-    Raises:
-        ConfigError: at init, the mask has no entry for a parameter, or the expression matches no parameter.
-        StateError: at update, the state belongs to other parameters.
-
     Example:
         >>> from purestep.optim import scale
         >>> tx = masked(scale(0.0), r"bias$")
@@ -50,6 +42,14 @@ def masked(inner: Transform, mask: Mask) -> Transform:
         >>> updates, _ = tx.update(params, tx.init(params), params)
         >>> {name: u.item() for name, u in updates.items()}
         {'weight': 1.0, 'bias': 0.0}
+
+    Args:
+        inner: any transform. It keeps state for the selected parameters only.
+        mask: name -> bool for every parameter, a function ``params -> mask``, or a regular expression.
+
+    Raises:
+        ConfigError: at init, the mask has no entry for a parameter, or the expression matches no parameter.
+        StateError: at update, the state belongs to other parameters.
     """
 
     def init(params: Params) -> MaskedState:
@@ -236,6 +236,11 @@ def _first(names: Iterable[str]) -> str:
 def decay_mask(model: torch.nn.Module, *, skip: Sequence[str] = ()) -> dict[str, bool]:
     """Mask of the parameters that should decay: all but biases, norm weights, and tensors of fewer than 2 dimensions.
 
+    Example:
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3))
+        >>> decay_mask(net)
+        {'0.weight': True, '0.bias': False, '1.weight': False, '1.bias': False}
+
     Args:
         model: a module; a tied parameter is in the mask under each of its names.
         skip: further parameters that do not decay: full names, or any part between two dots (``"pos_embed"``). One
@@ -246,11 +251,6 @@ def decay_mask(model: torch.nn.Module, *, skip: Sequence[str] = ()) -> dict[str,
 
     Raises:
         ConfigError: no parameter has a name in ``skip``.
-
-    Example:
-        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3))
-        >>> decay_mask(net)
-        {'0.weight': True, '0.bias': False, '1.weight': False, '1.bias': False}
     """
     model = unwrapped(model)
     mask: dict[str, bool] = {}

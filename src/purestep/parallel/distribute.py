@@ -164,6 +164,12 @@ def distribute(
 def share(batch: Batch, mesh: Mesh) -> Share:
     """Return this process's rows of a batch that all processes have.
 
+    Example:
+        >>> import torch, purestep as ps
+        >>> part = ps.parallel.share((torch.arange(6), torch.arange(6)), ps.parallel.Mesh(data=2, rank=1))
+        >>> part.rows[0].tolist(), part.counts.item()
+        ([3, 4, 5], 1.0)
+
     Process r of W takes the rows from ``n r // W`` to ``n (r + 1) // W``. A process without rows takes the first row,
     which counts nothing.
 
@@ -173,12 +179,6 @@ def share(batch: Batch, mesh: Mesh) -> Share:
 
     Raises:
         DataError: the batch has no rows, or numbers of rows differ.
-
-    Example:
-        >>> import torch, purestep as ps
-        >>> part = ps.parallel.share((torch.arange(6), torch.arange(6)), ps.parallel.Mesh(data=2, rank=1))
-        >>> part.rows[0].tolist(), part.counts.item()
-        ([3, 4, 5], 1.0)
     """
     from ..step import microbatch
 

@@ -19,6 +19,17 @@ _WHERE = "parallel.gather"
 def gather(x: Tensor) -> Tensor:
     """Return the rows of all processes, in the order of the whole batch.
 
+    Example:
+        >>> import torch, purestep as ps
+        >>> def contrastive(model, batch):
+        ...     a, b = (ps.parallel.gather(model(part)) for part in batch)
+        ...     loss = torch.nn.functional.cross_entropy(a @ b.T, torch.arange(len(a)))
+        ...     return ps.Loss(loss, len(batch[0]), {})
+        >>> program = ps.program(torch.nn.Linear(2, 3), contrastive, ps.optim.sgd(0.1))
+        >>> state, metrics = program.train_step(program.init(seed=0), (torch.ones(4, 2), torch.ones(4, 2)))
+        >>> round(float(metrics["loss"]), 4)  # of four candidates alike
+        1.3863
+
     In an objective, for losses that compare the rows of a batch (CLIP, SimCLR, supervised contrastive losses): each
     process computes the loss of all N rows, so that the step equals that of one process. The gradient of each row is
     the sum of those of all processes, weighted by the weights of their losses. In one process it returns ``x``. Every
@@ -37,17 +48,6 @@ def gather(x: Tensor) -> Tensor:
     Raises:
         ConfigError: ``x`` has no rows, it is 0-d.
         RankError: rows have other shapes or dtypes in another process; in a compiled step, numbers of rows differ.
-
-    Example:
-        >>> import torch, purestep as ps
-        >>> def contrastive(model, batch):
-        ...     a, b = (ps.parallel.gather(model(part)) for part in batch)
-        ...     loss = torch.nn.functional.cross_entropy(a @ b.T, torch.arange(len(a)))
-        ...     return ps.Loss(loss, len(batch[0]), {})
-        >>> program = ps.program(torch.nn.Linear(2, 3), contrastive, ps.optim.sgd(0.1))
-        >>> state, metrics = program.train_step(program.init(seed=0), (torch.ones(4, 2), torch.ones(4, 2)))
-        >>> round(float(metrics["loss"]), 4)  # of four candidates alike
-        1.3863
     """
     if not x.dim():
         raise ConfigError("the tensor is 0-d, without rows", where=_WHERE, hint="gather outputs, not their mean")

@@ -24,6 +24,15 @@ class Sharded:
 def sharded(loader: Any, *, rows: bool = False) -> Sharded:
     """Say how the batches of a loader are divided among the processes of a run.
 
+    Example:
+        >>> import purestep as ps
+        >>> files = ["a.bin", "b.bin", "c.bin"]
+        >>> with ps.parallel.start() as mesh:
+        ...     own = files[mesh.batch_rank :: mesh.batch_size]  # an IterableDataset over these
+        ...     loaders = {"train": ps.parallel.sharded(own)}
+        >>> len(loaders["train"].loader)
+        3
+
     `fit`, `evaluate`, `run_epoch`, `predict`, `find_learning_rate` and `refresh_batchnorm` need it for iterables, which
     have no indices to divide: a DataLoader over an IterableDataset, a StatefulDataLoader over one, a generator.
     DataLoaders over datasets with indices and lists of batches need none, since every process draws the same order and
@@ -38,14 +47,5 @@ def sharded(loader: Any, *, rows: bool = False) -> Sharded:
 
     A snapshot stores the position of each process: with ``rows=False`` a run goes on with as many processes, with
     ``rows=True`` with any number.
-
-    Example:
-        >>> import purestep as ps
-        >>> files = ["a.bin", "b.bin", "c.bin"]
-        >>> with ps.parallel.start() as mesh:
-        ...     own = files[mesh.batch_rank :: mesh.batch_size]  # an IterableDataset over these
-        ...     loaders = {"train": ps.parallel.sharded(own)}
-        >>> len(loaders["train"].loader)
-        3
     """
     return Sharded(loader, rows)

@@ -52,18 +52,18 @@ _GRACE = 5.0  # seconds in which the process with the store waits for what the o
 class Mesh(NamedTuple):
     """The processes of a run, by axis. Each process has one row of a batch's ``data * shard`` shares.
 
+    Example:
+        >>> import purestep as ps
+        >>> with ps.parallel.start() as mesh:
+        ...     mesh.size, mesh.batch_size, mesh.batch_rank
+        (1, 1, 0)
+
     Args:
         data: processes that hold the same state and compute different examples.
         shard: processes that hold pieces of the state and compute different examples.
         tensor: processes that compute parts of the same layers, of the same examples.
         rank: of this process, in [0, size).
         device_type: "cuda" or "cpu".
-
-    Example:
-        >>> import purestep as ps
-        >>> with ps.parallel.start() as mesh:
-        ...     mesh.size, mesh.batch_size, mesh.batch_rank
-        (1, 1, 0)
     """
 
     data: int = 1
@@ -177,6 +177,12 @@ def group(axis: str) -> Any:
 def start(*, data: int | None = None, shard: int = 1, tensor: int = 1, timeout: float = 600.0) -> Generator[Mesh]:
     """Start the process groups of a mesh, from torchrun's environment, and close them at the end of the ``with`` block.
 
+    Example:
+        >>> import purestep as ps
+        >>> with ps.parallel.start(data=2, shard=2) as mesh:  # without torchrun
+        ...     mesh.size
+        1
+
     Alone, without torchrun, it is a mesh of one process, whatever the sizes are, and every program runs as it does
     without a mesh. The backend is NCCL on CUDA (each process takes the device of its ``LOCAL_RANK``), else gloo. A
     process group that you have started (`torch.distributed.init_process_group`) is used, and stays open. An error that
@@ -197,12 +203,6 @@ def start(*, data: int | None = None, shard: int = 1, tensor: int = 1, timeout: 
         RankError: a part of torchrun's variables is missing; srun or mpirun has started the processes; the sizes do not
             fit the number of processes; the port is taken; a process did not start in time; two processes have one
             rank; processes have different versions of Python, torch or purestep; a mesh is open already.
-
-    Example:
-        >>> import purestep as ps
-        >>> with ps.parallel.start(data=2, shard=2) as mesh:  # without torchrun
-        ...     mesh.size
-        1
     """
     sizes: dict[str, Any] = {"data": 1 if data is None else data, "shard": shard, "tensor": tensor}
     check_count(_WHERE, least=1, **sizes)

@@ -316,18 +316,18 @@ def part(sharding: Sharding, whole: TrainState) -> TrainState:
 def full(state: TrainState) -> TrainState:
     """The whole, plain state of pieces: a collective, which every process calls. A whole state is returned unchanged.
 
-    Args:
-        state: from a program of `distribute`.
-
-    Returns:
-        A TrainState as a program of one process has it, on every process.
-
     Example:
         >>> import torch, purestep as ps
         >>> program = ps.program(torch.nn.Linear(2, 1), ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
         >>> state = program.init(seed=0)
         >>> ps.full(state) is state
         True
+
+    Args:
+        state: from a program of `distribute`.
+
+    Returns:
+        A TrainState as a program of one process has it, on every process.
     """
     placement = state.placement
     if not isinstance(placement, Placement):

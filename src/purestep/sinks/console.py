@@ -120,6 +120,11 @@ class ProgressBar:
 def progress(stream: TextIO | None = None) -> ProgressBar:
     """Show a live bar on a terminal, or else print a line per epoch, and one a minute inside an epoch.
 
+    Example:
+        >>> sink = progress()
+        >>> sink(EpochEnd(None, 1, 10, {"epoch": 1, "train_loss": 0.123, "lr": 3e-4}, improved=True, stopping=None))
+        epoch 1  train_loss 0.123  lr 3.0e-04
+
     ``epoch 3/10 ━━━━━━━━━━╸━━━━━━━━━ 20/40 0:00:02 loss 0.123  accuracy 0.981  lr 3.0e-04  12.3 steps/s``
 
     The bar shows batches and the remaining time of the epoch, and the numbers of the last log line. Lines that are
@@ -128,11 +133,6 @@ def progress(stream: TextIO | None = None) -> ProgressBar:
 
     Args:
         stream: to print to, standard output by default.
-
-    Example:
-        >>> sink = progress()
-        >>> sink(EpochEnd(None, 1, 10, {"epoch": 1, "train_loss": 0.123, "lr": 3e-4}, improved=True, stopping=None))
-        epoch 1  train_loss 0.123  lr 3.0e-04
     """
     return ProgressBar(sys.stdout if stream is None else stream)
 

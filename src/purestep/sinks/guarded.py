@@ -107,15 +107,6 @@ def guarded(sink: Sink, *, capacity: int = 1 << 16, patience: float = 5.0) -> Gu
     """Wrap a sink so that it cannot harm the run: its errors are counted and logged once per class, and it runs in its
     own thread.
 
-    Events arrive in order, without ``state`` and ``batch`` (both are None): the run may overwrite those before the sink
-    reads them.
-
-    Args:
-        sink: see `Sink`.
-        capacity: events in the queue, >= 1. Further ones are dropped and counted, except for the start, the rows and
-            the end of a run.
-        patience: seconds, > 0, that the end of a run waits for a busy sink; for one that writes files, for each event.
-
     Example:
         >>> from purestep.events import Saved
         >>> def broken(event):
@@ -125,6 +116,15 @@ def guarded(sink: Sink, *, capacity: int = 1 << 16, patience: float = 5.0) -> Gu
         >>> sink.close()
         >>> sink.failures
         Counter({'OSError': 1})
+
+    Events arrive in order, without ``state`` and ``batch`` (both are None): the run may overwrite those before the sink
+    reads them.
+
+    Args:
+        sink: see `Sink`.
+        capacity: events in the queue, >= 1. Further ones are dropped and counted, except for the start, the rows and
+            the end of a run.
+        patience: seconds, > 0, that the end of a run waits for a busy sink; for one that writes files, for each event.
     """
     if isinstance(sink, Guarded):
         return sink

@@ -71,6 +71,13 @@ def stored_history(path: Path) -> list[Row] | None:
 def history_json(path: Path | str) -> History:
     """Write ``training_history.json``: a list of ``{"epoch": 1, "train_loss": ..., "val_loss": ..., "lr": ...}``.
 
+    Example:
+        >>> import tempfile
+        >>> sink = history_json(Path(tempfile.mkdtemp(), "training_history.json"))
+        >>> sink(EpochEnd(None, 1, 10, {"epoch": 1, "train_loss": 0.5}, improved=True, stopping=None))
+        >>> json.loads(sink.path.read_text())
+        [{'epoch': 1, 'train_loss': 0.5}]
+
     Every row writes the whole file, in the sink's thread: a temporary file, flushed and renamed, so that a reader finds
     valid JSON at any time. A resumed run begins with the rows of its snapshot. A number that is not finite is null.
 
@@ -80,12 +87,5 @@ def history_json(path: Path | str) -> History:
 
     Raises:
         WriteFailed: the path is a directory, a pipe, a socket or a device.
-
-    Example:
-        >>> import tempfile
-        >>> sink = history_json(Path(tempfile.mkdtemp(), "training_history.json"))
-        >>> sink(EpochEnd(None, 1, 10, {"epoch": 1, "train_loss": 0.5}, improved=True, stopping=None))
-        >>> json.loads(sink.path.read_text())
-        [{'epoch': 1, 'train_loss': 0.5}]
     """
     return History(local_path("sinks.history_json", path=path))

@@ -172,14 +172,6 @@ def _joined(cells: list[Any]) -> str:
 def csv(path: Path | str) -> RowFile:
     """Write rows by step as CSV, with an empty cell for a missing value. A new column rewrites the file.
 
-    There are two kinds of rows, by ``row["kind"]``: see `RowFile`.
-
-    Args:
-        path: of a regular file. A fresh run renames an existing one (``metrics.1.csv``).
-
-    Raises:
-        WriteFailed: the path is a directory, a pipe, a socket or a device.
-
     Example:
         >>> import tempfile
         >>> sink = csv(Path(tempfile.mkdtemp(), "metrics.csv"))
@@ -188,20 +180,20 @@ def csv(path: Path | str) -> RowFile:
         >>> print(sink.path.read_text(), end="")
         kind,step,epoch,train_loss,steps_per_second,wait_fraction
         step,50,1,0.5,8.0,0.25
+
+    There are two kinds of rows, by ``row["kind"]``: see `RowFile`.
+
+    Args:
+        path: of a regular file. A fresh run renames an existing one (``metrics.1.csv``).
+
+    Raises:
+        WriteFailed: the path is a directory, a pipe, a socket or a device.
     """
     return _Csv(local_path("sinks.csv", path=path))
 
 
 def jsonl(path: Path | str) -> RowFile:
     """Write rows by step, one JSON object per line. A number that is not finite becomes null.
-
-    There are two kinds of rows, by ``row["kind"]``: see `RowFile`.
-
-    Args:
-        path: of a regular file. A fresh run renames an existing one (``metrics.1.jsonl``).
-
-    Raises:
-        WriteFailed: the path is a directory, a pipe, a socket or a device.
 
     Example:
         >>> import math, tempfile
@@ -210,5 +202,13 @@ def jsonl(path: Path | str) -> RowFile:
         >>> sink.close()
         >>> print(sink.path.read_text(), end="")
         {"kind": "epoch", "step": 10, "epoch": 1, "train_loss": null}
+
+    There are two kinds of rows, by ``row["kind"]``: see `RowFile`.
+
+    Args:
+        path: of a regular file. A fresh run renames an existing one (``metrics.1.jsonl``).
+
+    Raises:
+        WriteFailed: the path is a directory, a pipe, a socket or a device.
     """
     return _JsonLines(local_path("sinks.jsonl", path=path))

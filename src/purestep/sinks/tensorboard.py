@@ -60,6 +60,11 @@ class TensorBoard:
 def tensorboard(directory: Path | str) -> TensorBoard:
     """Write scalars for TensorBoard: one point per tag and update, in order.
 
+    Example:
+        >>> import purestep as ps
+        >>> def curves(state, loaders, program, directory):
+        ...     return ps.fit(state, loaders, program, epochs=3, sinks=[tensorboard(directory)])
+
     There are two groups of tags. ``train/loss``, ``train/lr``, ``train/grad_norm``, ``train/steps_per_second``, ...: a
     point every ``log_every`` updates, the mean since the last one. ``epoch/train_loss``, ``epoch/val_loss``, ...: a
     point for every row of the history, under the names of the history. The horizontal axis of both is the number of
@@ -73,11 +78,6 @@ def tensorboard(directory: Path | str) -> TensorBoard:
 
     Raises:
         ConfigError: tensorboard is not installed.
-
-    Example:
-        >>> import purestep as ps
-        >>> def curves(state, loaders, program, directory):
-        ...     return ps.fit(state, loaders, program, epochs=3, sinks=[tensorboard(directory)])
     """
     try:
         from torch.utils.tensorboard import SummaryWriter

@@ -243,6 +243,11 @@ def wandb(
 ) -> Wandb:
     """Log to Weights & Biases: ``train/...`` by log line and ``epoch/...`` by row, over ``updates``.
 
+    Example:
+        >>> import purestep as ps
+        >>> def logged(state, loaders, program):
+        ...     return ps.fit(state, loaders, program, epochs=3, sinks=[wandb("digits", config={"lr": 1e-3})])
+
     The run has its own object, so that a ``wandb.run`` of yours stays as it is. The summary gets ``stop_reason`` and
     ``best/...``. A resumed `fit` goes on in the same run of the logger, whose id is in ``wandb_id.txt`` beside the
     snapshots. Points that this run has already are not logged again; with ``mode="offline"`` the client does not know
@@ -257,11 +262,6 @@ def wandb(
 
     Raises:
         ConfigError: wandb is not installed.
-
-    Example:
-        >>> import purestep as ps
-        >>> def logged(state, loaders, program):
-        ...     return ps.fit(state, loaders, program, epochs=3, sinks=[wandb("digits", config={"lr": 1e-3})])
     """
     client = _client("wandb", "wandb")
     given = {"project": project, "name": name, **settings}
@@ -278,6 +278,11 @@ def mlflow(
 ) -> MLflow:
     """Log to MLflow: ``train/...`` by log line and ``epoch/...`` by row, over optimizer updates.
 
+    Example:
+        >>> import purestep as ps
+        >>> def logged(state, loaders, program):
+        ...     return ps.fit(state, loaders, program, epochs=3, sinks=[mlflow("digits", params={"lr": 1e-3})])
+
     The active run of ``mlflow.start_run`` is not touched. The run gets the tags ``stop_reason`` and ``best/...``, and
     ends as FINISHED, FAILED or KILLED (by a signal). A resumed `fit` goes on in the same run of the logger, whose id is
     in ``mlflow_id.txt`` in the directory of the snapshots; points that it has already are not repeated.
@@ -291,11 +296,6 @@ def mlflow(
 
     Raises:
         ConfigError: mlflow is not installed.
-
-    Example:
-        >>> import purestep as ps
-        >>> def logged(state, loaders, program):
-        ...     return ps.fit(state, loaders, program, epochs=3, sinks=[mlflow("digits", params={"lr": 1e-3})])
     """
     client = _client("mlflow", "mlflow").MlflowClient(tracking_uri=tracking_uri)
     settings = {"experiment": experiment, "name": name, "params": dict(params or {})}

@@ -42,13 +42,13 @@ def checked(steps: int | None, epochs: int | None, seconds: float | None) -> Int
 def due(every: Intervals, last: Mark, here: Mark) -> tuple[str, ...]:
     """The settings that make a snapshot due here, if the last one was at ``last``.
 
-    A skipped multiple counts: with 3 updates at a time and ``every_steps=4``, snapshots are due at 6, 9, 12, ...
-
     Example:
         >>> due(Intervals(4, 1, None), Mark(3, 0, 0.0), Mark(6, 0, 9.0))
         ('every_steps',)
         >>> due(Intervals(4, 1, 5.0), Mark(6, 0, 9.0), Mark(7, 1, 14.0))
         ('every_epochs', 'every_seconds')
+
+    A skipped multiple counts: with 3 updates at a time and ``every_steps=4``, snapshots are due at 6, 9, 12, ...
     """
     found = (
         ("every_steps", every.steps is not None and here.updates // every.steps > last.updates // every.steps),

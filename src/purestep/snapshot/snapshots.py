@@ -47,6 +47,15 @@ class _Plan(NamedTuple):
 class Snapshots:
     """Snapshots of a training state in a directory. orbax writes them in the background; reading verifies them.
 
+    Example:
+        >>> import tempfile, torch
+        >>> state = {"w": torch.arange(3.0), "step": torch.tensor(7)}
+        >>> with Snapshots(tempfile.mkdtemp()) as snapshots:
+        ...     snapshots.save(7, state, metrics={"val_loss": 0.5})
+        ...     found = snapshots.restore(state)
+        >>> found.step, found.state["w"].tolist(), found.metrics
+        (7, [0.0, 1.0, 2.0], {'val_loss': 0.5})
+
     A step is saved when `steps` lists it: it is complete, flushed to the disk, and was read back once. A kill or a
     power cut leaves the earlier steps intact. Use the object as a context manager; a script without one waits for
     its last save too. To read while a run writes, pass ``writer=False``, which takes no lock.
@@ -80,15 +89,6 @@ class Snapshots:
     Raises:
         ConfigError: a value is out of its range, the directory is empty text or a URL, or its path has a backslash or,
             for a writer, an opening square bracket.
-
-    Example:
-        >>> import tempfile, torch
-        >>> state = {"w": torch.arange(3.0), "step": torch.tensor(7)}
-        >>> with Snapshots(tempfile.mkdtemp()) as snapshots:
-        ...     snapshots.save(7, state, metrics={"val_loss": 0.5})
-        ...     found = snapshots.restore(state)
-        >>> found.step, found.state["w"].tolist(), found.metrics
-        (7, [0.0, 1.0, 2.0], {'val_loss': 0.5})
     """
 
     def __init__(
@@ -249,14 +249,6 @@ class Snapshots:
     def due(self, *, updates: int, epoch: int, now: float | None = None) -> tuple[str, ...]:
         """The settings that make a snapshot due now: any of ``every_steps``, ``every_epochs``, ``every_seconds``.
 
-        Several at once need one snapshot. `fit` calls this, and so may a loop of your own; `save` itself always
-        saves. Intervals count from the last `save`, or from `count_from`.
-
-        Args:
-            updates: optimizer updates so far.
-            epoch: finished epochs so far.
-            now: the time of `time.monotonic` in seconds; by default the current time.
-
         Example:
             >>> snapshots = Snapshots("runs/a", every_steps=10)
             >>> snapshots.due(updates=9, epoch=0), snapshots.due(updates=10, epoch=1)
@@ -264,6 +256,14 @@ class Snapshots:
             >>> snapshots.count_from(updates=10, epoch=1)  # or: snapshots.save(10, state)
             >>> snapshots.due(updates=11, epoch=1)
             ()
+
+        Several at once need one snapshot. `fit` calls this, and so may a loop of your own; `save` itself always
+        saves. Intervals count from the last `save`, or from `count_from`.
+
+        Args:
+            updates: optimizer updates so far.
+            epoch: finished epochs so far.
+            now: the time of `time.monotonic` in seconds; by default the current time.
         """
         self._asked = intervals.Mark(updates, epoch, time.monotonic() if now is None else now)
         return intervals.due(self._every, self._last, self._asked)
@@ -318,12 +318,6 @@ class Snapshots:
     def start_over(self, *, after: int | None = None) -> list[int]:
         """Rename steps to ``<step>.archived``, intact or damaged ones, and return them: a run begins again before them.
 
-        Args:
-            after: only newer steps than this one. By default all steps.
-
-        Raises:
-            Locked, WriteFailed, SnapshotError, RankError: as in `open`.
-
         Example:
             >>> import tempfile, torch
             >>> with Snapshots(tempfile.mkdtemp()) as snapshots:
@@ -332,6 +326,12 @@ class Snapshots:
             ...     snapshots.wait()
             ...     snapshots.start_over(after=5), snapshots.steps()
             ([10], [5])
+
+        Args:
+            after: only newer steps than this one. By default all steps.
+
+        Raises:
+            Locked, WriteFailed, SnapshotError, RankError: as in `open`.
         """
         self.open()
         self._background.join()

@@ -29,11 +29,11 @@ class StoredStep(NamedTuple):
 def stored_steps(root: Path) -> list[StoredStep]:
     """Every step in ascending order, intact or not. Checks manifests and file sizes.
 
-    A step that the writer deletes in the meantime is left out.
-
     Example:
         >>> stored_steps(Path("runs/nowhere"))
         []
+
+    A step that the writer deletes in the meantime is left out.
     """
     found = (_stored_step(root, step) for step in directory.numbered(root))
     return [step for step in found if step is not None]

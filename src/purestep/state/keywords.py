@@ -32,9 +32,6 @@ def known_keywords(factory: Callable[P, R]) -> Callable[P, R]:
     """Wrap a factory: a keyword argument that it does not have raises a ConfigError with the nearest one, or with our
     name for one of another library; and so does a value that a `Check` in the argument's type refuses.
 
-    Args:
-        factory: without ``**kwargs``. The type of an argument may be ``Annotated[float, check]``, or that or None.
-
     Example:
         >>> @known_keywords
         ... def decayed(learning_rate, weight_decay=0.0):
@@ -44,6 +41,9 @@ def known_keywords(factory: Callable[P, R]) -> Callable[P, R]:
         ... except ConfigError as error:
         ...     print(error)
         decayed: the function has no argument 'lr' (cure: learning_rate=0.1)
+
+    Args:
+        factory: without ``**kwargs``. The type of an argument may be ``Annotated[float, check]``, or that or None.
     """
     parameters = inspect.signature(factory).parameters
     known = frozenset(

@@ -86,18 +86,18 @@ class Packing(NamedTuple):
 def packing(params: Params, labels: Labels) -> Packing:
     """Group parameters by (dtype, label), in the order of the first parameter of each group.
 
+    Example:
+        >>> import torch
+        >>> form = packing({"a": torch.ones(2, 2), "b": torch.zeros(3)}, {"a": 0, "b": 0})
+        >>> form.collect({"a": torch.ones(2, 2), "b": torch.zeros(3)})["a"].shape
+        torch.Size([7])
+
     Inside a group the parameters are sorted by alignment, best first: each begins at a multiple of the largest power of
     two up to 64 that divides its size. So it is aligned in the buffer without padding.
 
     Args:
         params: name -> P.
         labels: name -> hashable, from the transform.
-
-    Example:
-        >>> import torch
-        >>> form = packing({"a": torch.ones(2, 2), "b": torch.zeros(3)}, {"a": 0, "b": 0})
-        >>> form.collect({"a": torch.ones(2, 2), "b": torch.zeros(3)})["a"].shape
-        torch.Size([7])
     """
     grouped: dict[Any, list[Slot]] = {}
     for name, value in params.items():

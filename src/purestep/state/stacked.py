@@ -20,6 +20,11 @@ from ..types import Empty, TrainState, Tree
 def stack(states: Sequence[Tree]) -> Tree:
     """Stack states of one structure into one state, as `purestep.ensemble` trains it.
 
+    Example:
+        >>> both = stack([{"w": torch.zeros(3)}, {"w": torch.ones(3)}])
+        >>> both["w"].shape, member(both, 1)["w"].tolist()
+        (torch.Size([2, 3]), [1.0, 1.0, 1.0])
+
     Args:
         states: at least one tree of tensors. Each leaf has the same shape, dtype and device in all of them.
 
@@ -29,11 +34,6 @@ def stack(states: Sequence[Tree]) -> Tree:
 
     Raises:
         StateError: there is no state, or a leaf differs; the message has its path.
-
-    Example:
-        >>> both = stack([{"w": torch.zeros(3)}, {"w": torch.ones(3)}])
-        >>> both["w"].shape, member(both, 1)["w"].tolist()
-        (torch.Size([2, 3]), [1.0, 1.0, 1.0])
     """
     if not states:
         raise StateError("there is no state to stack", where="stack", hint="ps.stack([program.init(0), ...])")
@@ -67,6 +67,10 @@ def _kind(leaf: Any) -> str:
 def member(state: Tree, index: int) -> Tree:
     """Return the state of one member of an ensemble: a plain state of the program that the ensemble was built from.
 
+    Example:
+        >>> member({"w": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}, -1)["w"].tolist()
+        [3.0, 4.0]
+
     Args:
         state: stacked, from `stack`, or of a program of `purestep.ensemble`.
         index: an int in [-members, members).
@@ -76,10 +80,6 @@ def member(state: Tree, index: int) -> Tree:
 
     Raises:
         StateError: the state is not stacked, or has no such member.
-
-    Example:
-        >>> member({"w": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}, -1)["w"].tolist()
-        [3.0, 4.0]
     """
     sizes = {leaf.shape[0] if leaf.dim() else 0 for leaf in tree.leaves(state)}
     size = next(iter(sizes)) if len(sizes) == 1 else 0

@@ -26,6 +26,10 @@ _PLAIN = (bool, int, float, str)
 def encode(path: str, node: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Convert a tree to JSON values.
 
+    Example:
+        >>> decode(encode("batch", {"x": (torch.ones(2), 3)}, held := {}), held)
+        {'x': (tensor([1., 1.]), 3)}
+
     Args:
         path: of the tree, for messages.
         node: dicts, lists, tuples, NamedTuples, dataclasses and other nodes (`tree.attributes`) of tensors, numeric
@@ -34,10 +38,6 @@ def encode(path: str, node: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
 
     Raises:
         StateError: an object cannot be stored; the message has its path.
-
-    Example:
-        >>> decode(encode("batch", {"x": (torch.ones(2), 3)}, held := {}), held)
-        {'x': (tensor([1., 1.]), 3)}
     """
     if isinstance(node, Tensor):
         if not tensor_layout.is_dense(node):

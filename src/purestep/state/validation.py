@@ -48,13 +48,13 @@ def nearest(name: str, known: Iterable[str], *, likeness: float = 0.6) -> str | 
 def nearest_names(pattern: str, names: Iterable[str]) -> str:
     """Name up to three of ``names`` whose spelling, or that of a part of them, is nearest to a pattern.
 
-    Args:
-        pattern: a name, glob or regular expression that matches none of them.
-        names: dotted names.
-
     Example:
         >>> nearest_names("^encodr", ["head.weight", "encoder.weight"])
         "the nearest names are 'encoder.weight', 'head.weight'"
+
+    Args:
+        pattern: a name, glob or regular expression that matches none of them.
+        names: dotted names.
     """
     known = list(names)
     word = re.sub(r"\\.|[\[\]^$().*+?{}|]", lambda found: "." if "." in found[0] else "", pattern).strip(".")
@@ -89,6 +89,11 @@ def check_range(
 ) -> None:
     """Check that each value is a finite number between two bounds.
 
+    Example:
+        >>> check_range("adamw", 0, 1, cure="0.9 is the default", b1=1.5)
+        Traceback (most recent call last):
+        purestep.errors.ConfigError: adamw: b1=1.5 must be in [0, 1) (cure: 0.9 is the default)
+
     Args:
         where: the function that has these arguments.
         low: the lower bound.
@@ -99,11 +104,6 @@ def check_range(
 
     Raises:
         ConfigError: a value is not; the message has its name and the range.
-
-    Example:
-        >>> check_range("adamw", 0, 1, cure="0.9 is the default", b1=1.5)
-        Traceback (most recent call last):
-        purestep.errors.ConfigError: adamw: b1=1.5 must be in [0, 1) (cure: 0.9 is the default)
     """
 
     def fits(value: Any) -> bool:
@@ -134,6 +134,11 @@ def _meant(value: Any) -> Any:
 def check_choice(where: str, options: Iterable[Any], *, also: str = "", **values: Any) -> None:
     """Check that each value is one of the options.
 
+    Example:
+        >>> check_choice("masked_mse", ("mean", "sum", "batch_mean"), reduction="foo")
+        Traceback (most recent call last):
+        purestep.errors.ConfigError: masked_mse: reduction='foo' is unknown (cure: "mean", "sum" or "batch_mean")
+
     Args:
         where: the function that has these arguments.
         options: the valid texts, ints, bools or None.
@@ -142,11 +147,6 @@ def check_choice(where: str, options: Iterable[Any], *, also: str = "", **values
 
     Raises:
         ConfigError: a value is none of them; the message has its name and all options.
-
-    Example:
-        >>> check_choice("masked_mse", ("mean", "sum", "batch_mean"), reduction="foo")
-        Traceback (most recent call last):
-        purestep.errors.ConfigError: masked_mse: reduction='foo' is unknown (cure: "mean", "sum" or "batch_mean")
     """
     known = list(options)
     for name, value in values.items():
@@ -188,12 +188,12 @@ def listed(where: str, **series: Any) -> list[Any]:
 def usable_device(name: str | torch.device) -> torch.device:
     """Return the device of that name, if this machine has it.
 
-    Raises:
-        ConfigError: the machine has no such device.
-
     Example:
         >>> usable_device("cpu")
         device(type='cpu')
+
+    Raises:
+        ConfigError: the machine has no such device.
     """
     try:
         device = torch.device(name)

@@ -24,16 +24,16 @@ def default_view(state: TrainState) -> str:
 def to_evaluate(state: Tree, view: str | None = None) -> Tree:
     """Return the state that an evaluation gets: `view` of a TrainState with an average, any other state itself.
 
+    Example:
+        >>> to_evaluate({"w": 1})
+        {'w': 1}
+
     Args:
         state: any state; a tree of several TrainStates is returned unchanged.
         view: as in `view`.
 
     Raises:
         StateError, ConfigError: as `view`.
-
-    Example:
-        >>> to_evaluate({"w": 1})
-        {'w': 1}
     """
     if view is None and not isinstance(state, TrainState):
         return state

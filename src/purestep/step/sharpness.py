@@ -20,6 +20,14 @@ from .spec import Micro, Spec
 class Sam(NamedTuple):
     r"""Sharpness-aware minimization, for ``ps.program(..., sam=...)``.
 
+    Example:
+        >>> import purestep as ps
+        >>> objective, tx = ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1)
+        >>> program = ps.program(torch.nn.Linear(2, 1), objective, tx, sam=Sam(0.5, adaptive=True))
+        >>> state, metrics = program.train_step(program.init(), (torch.ones(4, 2), torch.ones(4, 1)))
+        >>> int(state.updates)
+        1
+
     A call computes the gradient :math:`g` of its batch at the weights :math:`w`, and then a second one of the same
     batch at :math:`w + \rho \, g / \|g\|`, which the transform gets. The transform starts from :math:`w`. So a step
     costs two forward and two backward passes, and the memory of one more copy of the weights.
@@ -36,14 +44,6 @@ class Sam(NamedTuple):
     References:
         Foret et al., 2021, Sharpness-Aware Minimization for Efficiently Improving Generalization; adaptive: Kwon et
         al., 2021, ASAM.
-
-    Example:
-        >>> import purestep as ps
-        >>> objective, tx = ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1)
-        >>> program = ps.program(torch.nn.Linear(2, 1), objective, tx, sam=Sam(0.5, adaptive=True))
-        >>> state, metrics = program.train_step(program.init(), (torch.ones(4, 2), torch.ones(4, 1)))
-        >>> int(state.updates)
-        1
     """
 
     rho: float = 0.05

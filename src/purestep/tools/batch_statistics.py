@@ -16,6 +16,14 @@ def refresh_batchnorm(
 ) -> TrainState:
     """Return the state with the BatchNorm statistics of its weights, as `torch.optim.swa_utils.update_bn`.
 
+    Example:
+        >>> import torch, purestep as ps
+        >>> net = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 1))
+        >>> program = ps.program(net, ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1), ema=ps.ema.swa(10))
+        >>> batches = [(torch.full((4, 2), value), torch.ones(4, 1)) for value in (1.0, 3.0)]
+        >>> refresh_batchnorm(program, program.init(), batches).buffers["0.running_mean"]
+        tensor([2., 2.])
+
     Averaged weights (`ema.swa`, `ema.average`) have other activations than the weights of training, whose statistics
     the buffers hold. This runs the objective on every batch in train mode without gradients, and averages the means and
     variances of the batches with equal shares. The result is for evaluation and export: training on it would go on with
@@ -41,14 +49,6 @@ def refresh_batchnorm(
         RankError: several processes without a distributed state and program; a loader that cannot be divided among
             them.
         StateError: the state is no TrainState of one model, or has no average for the view "ema".
-
-    Example:
-        >>> import torch, purestep as ps
-        >>> net = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 1))
-        >>> program = ps.program(net, ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1), ema=ps.ema.swa(10))
-        >>> batches = [(torch.full((4, 2), value), torch.ones(4, 1)) for value in (1.0, 3.0)]
-        >>> refresh_batchnorm(program, program.init(), batches).buffers["0.running_mean"]
-        tensor([2., 2.])
     """
     where = "refresh_batchnorm"
     if not isinstance(state, TrainState):  # pyright: ignore[reportUnnecessaryIsInstance]  # may be of any type

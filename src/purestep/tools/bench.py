@@ -140,6 +140,15 @@ class _Contestant:
 def find_batch_size(step: Callable[..., Any], state: Tree, batch: Any, *, most: int = 2**16) -> int:
     """Double the batch until the step runs out of memory, and return the last size that fits.
 
+    Example:
+        >>> import torch
+        >>> def step(state, batch):
+        ...     if len(batch) > 100:
+        ...         raise torch.OutOfMemoryError("out of memory")
+        ...     return state, {}
+        >>> find_batch_size(step, torch.zeros(()), torch.ones(16, 2))
+        64
+
     Each attempt calls the step twice, from a copy of the state. The second call holds the optimizer's temporary memory
     and two states, as in training. The state that is passed in is not changed.
 
@@ -156,15 +165,6 @@ def find_batch_size(step: Callable[..., Any], state: Tree, batch: Any, *, most: 
         DataError: the leaves have different numbers of rows, or none.
         ConfigError: ``most`` is smaller than the rows of ``batch``.
         MemoryError: even ``batch`` does not fit (`torch.OutOfMemoryError` on CUDA), as the step raised it.
-
-    Example:
-        >>> import torch
-        >>> def step(state, batch):
-        ...     if len(batch) > 100:
-        ...         raise torch.OutOfMemoryError("out of memory")
-        ...     return state, {}
-        >>> find_batch_size(step, torch.zeros(()), torch.ones(16, 2))
-        64
     """
     rows = _rows(batch)
     if most < rows:

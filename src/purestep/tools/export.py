@@ -135,6 +135,18 @@ def _copy(value: Tensor) -> Tensor:
 def load_into(module: nn.Module, state: TrainState, view: str | None = None) -> None:
     """Copy the weights and buffers of a state into a module, in place.
 
+    Example:
+        >>> import torch
+        >>> from purestep.objective import supervised
+        >>> from purestep.optim import sgd
+        >>> from purestep.step import program
+        >>> make = lambda: torch.nn.Linear(2, 1)
+        >>> trained = program(make(), supervised(torch.nn.MSELoss()), sgd(0.1))
+        >>> model, state = make(), trained.init()
+        >>> load_into(model, state)
+        >>> torch.equal(model.weight, state.params["weight"])
+        True
+
     Values are cast to the module's dtypes and moved to its devices. The module keeps its mode and device: call
     ``module.to(device).eval()`` for inference. If a name or shape differs, nothing is copied. Call this before
     ``model.save_pretrained(directory)`` of Hugging Face's libraries, ``torch.export.export(model.eval(), (x,))`` or
@@ -152,18 +164,6 @@ def load_into(module: nn.Module, state: TrainState, view: str | None = None) -> 
         Mismatch: names or shapes differ; the message has one line for each.
         ConfigError: the view is unknown.
         StateError: the view is "ema", and the state has no EMA; or the module is on the meta device.
-
-    Example:
-        >>> import torch
-        >>> from purestep.objective import supervised
-        >>> from purestep.optim import sgd
-        >>> from purestep.step import program
-        >>> make = lambda: torch.nn.Linear(2, 1)
-        >>> trained = program(make(), supervised(torch.nn.MSELoss()), sgd(0.1))
-        >>> model, state = make(), trained.init()
-        >>> load_into(model, state)
-        >>> torch.equal(model.weight, state.params["weight"])
-        True
     """
     module = unwrapped(module)  # it has the same tensors
     stored = _stored(module, state, view)

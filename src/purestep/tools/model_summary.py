@@ -67,6 +67,20 @@ class ModelSummary(NamedTuple):
 def summary(program: Program, state: TrainState, batch: Any = None) -> ModelSummary:
     """Count the parameters of a program by module: trained and frozen, and the FLOPs of a batch.
 
+    Example:
+        >>> import torch, purestep as ps
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+        >>> program = ps.program(net, ps.supervised(torch.nn.MSELoss()), ps.optim.adamw(1e-3))
+        >>> print(summary(program, program.init(), (torch.ones(2, 4), torch.ones(2, 1))))
+        module  shape   trained  frozen
+        ───────────────────────────────
+        0       8x4, 8       40       0
+        2       1x8, 1        9       0
+        ───────────────────────────────
+        total                49       0
+        buffers 0, parameters 196 bytes, state 680 bytes
+        FLOPs a batch: forward 160, train step 352
+
     A parameter that is tied counts once, under its first name. A parameter that `optim.freeze` holds counts as trained,
     since it has a gradient and moments. FLOPs are those of matrix products, convolutions and attention, as
     `torch.utils.flop_counter` counts them: a multiplication and an addition are 2; elementwise operations and kernels
@@ -83,20 +97,6 @@ def summary(program: Program, state: TrainState, batch: Any = None) -> ModelSumm
     Raises:
         ConfigError: with a batch, the program is compiled: the counter does not see compiled kernels.
         StateError: the state is no TrainState, is spread over processes, or halted.
-
-    Example:
-        >>> import torch, purestep as ps
-        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
-        >>> program = ps.program(net, ps.supervised(torch.nn.MSELoss()), ps.optim.adamw(1e-3))
-        >>> print(summary(program, program.init(), (torch.ones(2, 4), torch.ones(2, 1))))
-        module  shape   trained  frozen
-        ───────────────────────────────
-        0       8x4, 8       40       0
-        2       1x8, 1        9       0
-        ───────────────────────────────
-        total                49       0
-        buffers 0, parameters 196 bytes, state 680 bytes
-        FLOPs a batch: forward 160, train step 352
     """
     value: Any = state
     if not isinstance(value, TrainState):

@@ -37,6 +37,15 @@ def reduce_on_plateau(
 ) -> ReduceOnPlateau:
     """Return a callback that lowers the learning rate when a metric stops improving: torch's `ReduceLROnPlateau`.
 
+    Example:
+        >>> import torch, purestep as ps
+        >>> tx = ps.optim.inject(ps.optim.sgd)(learning_rate=0.5)
+        >>> program = ps.program(torch.nn.Linear(2, 1), ps.supervised(torch.nn.MSELoss()), tx)
+        >>> batches = [(torch.zeros(4, 2), torch.zeros(4, 1))]  # nothing left to learn after the first update
+        >>> plateau = reduce_on_plateau("train_loss", factor=0.5, patience=1)
+        >>> ps.fit(program.init(), batches, program, epochs=6, callbacks=[plateau], progress=False).history["lr"]
+        [0.5, 0.5, 0.5, 0.5, 0.25, 0.25]
+
     The learning rate is a leaf of the state, by `optim.inject`, which the callback multiplies by ``factor``. A compiled
     step uses the new value without recompiling. The callback stores nothing itself: a resumed run finds the learning
     rate in the state, and the rest follows from the history. One object is for one run at a time.
@@ -62,15 +71,6 @@ def reduce_on_plateau(
         ConfigError: a number is out of range; the metric needs a mode. From `fit`: there is no such metric, or no such
             leaf, or it follows a schedule.
         StateError: from `fit`: the state is no TrainState.
-
-    Example:
-        >>> import torch, purestep as ps
-        >>> tx = ps.optim.inject(ps.optim.sgd)(learning_rate=0.5)
-        >>> program = ps.program(torch.nn.Linear(2, 1), ps.supervised(torch.nn.MSELoss()), tx)
-        >>> batches = [(torch.zeros(4, 2), torch.zeros(4, 1))]  # nothing left to learn after the first update
-        >>> plateau = reduce_on_plateau("train_loss", factor=0.5, patience=1)
-        >>> ps.fit(program.init(), batches, program, epochs=6, callbacks=[plateau], progress=False).history["lr"]
-        [0.5, 0.5, 0.5, 0.5, 0.25, 0.25]
     """
     check_choice("reduce_on_plateau", ("rel", "abs"), threshold_mode=threshold_mode)
     check_choice("reduce_on_plateau", ("min", "max", None), mode=mode)

@@ -36,6 +36,13 @@ def predict(
 ) -> Any:
     """Return the outputs of the model for all batches of a loader, in eval mode, without gradients.
 
+    Example:
+        >>> import torch, purestep as ps
+        >>> program = ps.program(torch.nn.Linear(2, 3), ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
+        >>> batches = [(torch.ones(4, 2), torch.ones(4, 3)), (torch.ones(1, 2), torch.ones(1, 3))]
+        >>> predict(program, program.init(), batches).shape
+        torch.Size([5, 3])
+
     Row i of the result belongs to item i of the dataset: a DataLoader that shuffles a dataset is read in the dataset's
     order. Other loaders keep their own order. Random numbers depend on the seed of the state and on the number of the
     batch, so a second call returns the same values. The state is only read.
@@ -70,13 +77,6 @@ def predict(
         StateError: the state is no TrainState, or has no average for the view "ema".
         StepContractError: outputs that cannot be concatenated: a list, a leaf that is no tensor, or batches that differ
             in structure or in a dimension other than 0.
-
-    Example:
-        >>> import torch, purestep as ps
-        >>> program = ps.program(torch.nn.Linear(2, 3), ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
-        >>> batches = [(torch.ones(4, 2), torch.ones(4, 3)), (torch.ones(1, 2), torch.ones(1, 3))]
-        >>> predict(program, program.init(), batches).shape
-        torch.Size([5, 3])
     """
     _check_state(state)
     mesh = ranks.mesh_of(state, where="predict", program=program)

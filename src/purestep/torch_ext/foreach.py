@@ -88,6 +88,12 @@ def copy_(into: Sequence[Tensor], source: Sequence[Tensor]) -> None:
 def fused_(kernel: str, lists: list[list[Tensor]], counts: list[Tensor], options: dict[str, Any]) -> None:
     """An update by the kernel of ``torch.optim`` with ``fused=True``, once for each dtype.
 
+    Example:
+        >>> w, fixed = [torch.ones(1)], {"lr": 0.5, "momentum": 0.0, "nesterov": False, "weight_decay": 0.0}
+        >>> fused_("sgd", [w, [torch.ones(1)]], [], fixed)
+        >>> w
+        [tensor([0.5000])]
+
     Args:
         kernel: "adam", "adamw" or "sgd".
         lists: parameters, updates, and the moments; float32 or float64, of one dtype for each parameter. The kernel
@@ -95,12 +101,6 @@ def fused_(kernel: str, lists: list[list[Tensor]], counts: list[Tensor], options
         counts: for Adam, shape=() each, float32: updates with this one. One tensor may stand for several parameters.
         options: ``lr``, ``weight_decay``, the optimizer's numbers, and ``found_inf``: shape=(), float32, 1 leaves
             everything as it was; or None.
-
-    Example:
-        >>> w, fixed = [torch.ones(1)], {"lr": 0.5, "momentum": 0.0, "nesterov": False, "weight_decay": 0.0}
-        >>> fused_("sgd", [w, [torch.ones(1)]], [], fixed)
-        >>> w
-        [tensor([0.5000])]
     """
     for places in by_dtype(lists[0]):
         params, updates, *moments = [[each[index] for index in places] for each in lists]

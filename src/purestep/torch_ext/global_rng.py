@@ -22,14 +22,14 @@ _LOCK: list[Any] = [RLock()]  # a list, so that a forked child can replace the l
 def locked() -> Generator[None]:
     """Keep the other threads of this process out of `locked` and `seeded`.
 
-    The lock also protects the weightless copy of a module while it is traced or called. A thread that holds the lock
-    and waits for a thread that needs it (a loader whose batches come from a thread that trains) waits for ever; after a
-    minute the waiting thread warns and names the holder.
-
     Example:
         >>> with locked(), locked():
         ...     print("the lock is reentrant")
         the lock is reentrant
+
+    The lock also protects the weightless copy of a module while it is traced or called. A thread that holds the lock
+    and waits for a thread that needs it (a loader whose batches come from a thread that trains) waits for ever; after a
+    minute the waiting thread warns and names the holder.
     """
     lock = _LOCK[0]  # a child forked meanwhile has another one
     if lock._is_owned():  # by this thread
@@ -73,16 +73,16 @@ def replace_lock() -> None:
 def seeded(seed: int, device: torch.device | None = None) -> Generator[None]:
     """Seed torch's generators inside the block and restore them after it; see `rng.scoped`.
 
-    Args:
-        seed: an int in [0, 2**63).
-        device: also seed this device's generator. None or the CPU: seed the CPU's alone.
-
     Example:
         >>> before = cpu_state()
         >>> with seeded(7):
         ...     _ = torch.rand(())
         >>> cpu_state() == before
         True
+
+    Args:
+        seed: an int in [0, 2**63).
+        device: also seed this device's generator. None or the CPU: seed the CPU's alone.
     """
     with locked():
         generators = [torch.default_generator, *_device_generators(device)]
@@ -102,9 +102,6 @@ def seeded(seed: int, device: torch.device | None = None) -> Generator[None]:
 def seed_with_restore(seed: int, device: torch.device | None = None) -> Callable[[], None]:
     """Seed torch's generators and return a function that restores them. The lock is free in between.
 
-    Args:
-        seed, device: as in `seeded`.
-
     Example:
         >>> before = cpu_state()
         >>> restore = seed_with_restore(3)
@@ -112,6 +109,9 @@ def seed_with_restore(seed: int, device: torch.device | None = None) -> Callable
         >>> restore()
         >>> cpu_state() == before
         True
+
+    Args:
+        seed, device: as in `seeded`.
     """
     with locked():
         generators = [torch.default_generator, *_device_generators(device)]

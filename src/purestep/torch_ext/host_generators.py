@@ -23,15 +23,15 @@ _SPARES: list[np.random.MT19937] = []
 def scoped(number: int) -> Generator[None]:
     """Seed both generators with ``number`` inside, and restore them afterwards (60 us, of which 30 read numpy's state).
 
-    Args:
-        number: in [0, 2**63).
-
     Example:
         >>> with scoped(1):
         ...     first = random.random()
         >>> with scoped(1):
         ...     print(random.random() == first)
         True
+
+    Args:
+        number: in [0, 2**63).
     """
     bits, (numpys, pythons) = _global.get_bit_generator(), states()
     spare = _SPARES.pop() if _SPARES else np.random.MT19937()
@@ -59,10 +59,6 @@ def scoped(number: int) -> Generator[None]:
 def seed(number: int, generators: Collection[str] = BOTH) -> None:
     """Seed the generators inside `scoped` (9 us, of which 6 for Python's).
 
-    Args:
-        number: in [0, 2**63).
-        generators: which of `BOTH`.
-
     Example:
         >>> with scoped(1):
         ...     seed(2)
@@ -70,6 +66,10 @@ def seed(number: int, generators: Collection[str] = BOTH) -> None:
         >>> with scoped(2):
         ...     print(random.random() == second)
         True
+
+    Args:
+        number: in [0, 2**63).
+        generators: which of `BOTH`.
     """
     if "numpy" in generators:
         np.random.seed(number & 0xFFFFFFFF)

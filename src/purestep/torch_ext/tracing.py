@@ -289,13 +289,6 @@ def no_recurrent_kernel() -> Generator[None]:
 def replaying() -> AbstractContextManager[Any]:
     """While a graph is captured, return the earlier result for a draw from an earlier position of the generator.
 
-    Activation checkpointing runs code twice and restores the generator, so that both runs use one dropout mask. A graph
-    records draws but no generator, so the second run would draw other numbers. Inside this block the generator's seed
-    serves as its position; checkpointing saves and restores it as in eager mode.
-
-    Raises:
-        StepContractError: at a draw after the code inside seeded the generator.
-
     Example:
         >>> with global_rng.seeded(7), replaying():
         ...     before = torch.get_rng_state()
@@ -303,6 +296,13 @@ def replaying() -> AbstractContextManager[Any]:
         ...     torch.set_rng_state(before)
         ...     bool(torch.rand(()) == first)
         True
+
+    Activation checkpointing runs code twice and restores the generator, so that both runs use one dropout mask. A graph
+    records draws but no generator, so the second run would draw other numbers. Inside this block the generator's seed
+    serves as its position; checkpointing saves and restores it as in eager mode.
+
+    Raises:
+        StepContractError: at a draw after the code inside seeded the generator.
     """
     return _Replaying()
 
