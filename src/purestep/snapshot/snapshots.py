@@ -59,10 +59,10 @@ class Snapshots:
     called by one process, or while an error ends it. `wait` returns in every process after the commit, or raises the
     same error. All processes list the same steps after `wait`.
 
-    The first save, or the first restore of a leaf above 1 MB, imports orbax and JAX. They add a handler to the root
-    logger (call `logging.basicConfig` before) and start threads. JAX's warning at later forks of workers, which never
-    use it, is filtered out, unless your program imports JAX itself, before. JAX is kept off the GPU's memory, unless it
-    runs already or its platforms are set (``JAX_PLATFORMS``, or ``jax_platforms`` of ``jax.config``).
+    The first save imports orbax and JAX. They add a handler to the root logger (call `logging.basicConfig` before) and
+    start threads. JAX's warning at later forks of workers, which never use it, is filtered out, unless your program
+    imports JAX itself, before. JAX is kept off the GPU's memory, unless it runs already or its platforms are set
+    (``JAX_PLATFORMS``, or ``jax_platforms`` of ``jax.config``).
 
     Args:
         directory: the directory. `open` creates it: on entering ``with``, in `fit`, or at the first save.
