@@ -10,13 +10,12 @@ from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from .. import stopping, tree
+from .. import stopping
 from ..compile import MetricVector, states
 from ..errors import ConfigError, NonFiniteError, StepContractError
 from ..events import Logged
 from ..state import base_name, best_name, entry_name, stacked
 from ..step import rate_names
-from ..torch_ext import tensor_layout
 from ..types import Metrics, TrainState, Tree
 from . import metric_queue
 from .loop_state import Call, Cell, LoopState, cell
@@ -28,9 +27,7 @@ if TYPE_CHECKING:
 
 _BARE = ("grad_norm", "scale")  # step metrics that do not describe training data: no "train_" before them
 _HIDDEN = ("applied",)
-_DEPTH = 64  # calls whose metrics are copied together
 _MAX_REFUSALS = 100  # refused updates in a row, after which the run ends or warns
-_MAX_HELD = 1 << 28  # bytes of batches that are held until their calls are known to be good
 _log = logging.getLogger("purestep")
 
 
@@ -66,21 +63,12 @@ class Accounting:
         self._stopped = set[int]()  # members of an ensemble that have halted
         self._member_refusals = dict[int, int]()  # member -> refused updates in a row, while others applied theirs
         self._queue = MetricQueue()
-        self._is_fixed = False
         self._held: deque[tuple[Call, Any]] = deque()
         self._timer = _Timer()
-
-    def fix_depth(self, size: int) -> None:
-        """Copy metrics as often as batches of this size allow, in bytes, whatever the size of later ones."""
-        self._is_fixed = True
-        if self._halts:
-            self._queue.depth = _calls_to_hold(size)
 
     def add(self, call: Call, metrics: Metrics | MetricVector, loop: LoopState, batch: Any = None) -> None:
         """Put in the metrics of a call and its batch (None for a flush); ``loop`` is the state after the call."""
         if self._halts:
-            if not self._held and batch is not None and not self._is_fixed:
-                self._queue.depth = _calls_to_hold(tensor_layout.nbytes(tree.leaves(batch)))
             self._held.append((call, batch))
         self._queue.add(call, metrics)
         if not call.closing:
@@ -303,11 +291,6 @@ def _sum(calls: CallMetrics, sums: Iterable[Totals], last: dict[str, float], rat
             known = next((row for row in reversed(calls.numbers) if row[weight]), None)
             if known is not None:
                 last[name] = known[total] / known[weight]
-
-
-def _calls_to_hold(size: int) -> int:
-    """The number of batches to hold, each of ``size`` bytes."""
-    return max(1, min(_DEPTH, _MAX_HELD // max(size, 1)))
 
 
 def _invalid(rates: Totals) -> dict[str, float]:

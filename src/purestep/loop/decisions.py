@@ -15,14 +15,10 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from torch import Tensor
-
 from .. import data, parallel, tree
 from ..compile import plain, states
 from ..parallel import loaders, passes, placement, processes
-from ..torch_ext import tensor_layout
 from ..types import Program, Tree
-from .accounting import Accounting
 from .inputs import Feeds
 from .loop_state import LoopState
 from .saving import Checkpointer
@@ -53,10 +49,9 @@ class Decisions:
     rank = 0
     size = 1
 
-    def __init__(self, signals: Signals, checkpointer: Checkpointer, accounting: Accounting, config: FitConfig) -> None:
+    def __init__(self, signals: Signals, checkpointer: Checkpointer, config: FitConfig) -> None:
         self._signals = signals
         self._checkpointer = checkpointer
-        self._accounting = accounting
         self._max_time = config.max_time
         self._begun = time.monotonic()
 
@@ -140,13 +135,12 @@ class JointDecisions(Decisions):
         self,
         signals: Signals,
         checkpointer: Checkpointer,
-        accounting: Accounting,
         config: FitConfig,
         *,
         mesh: parallel.Mesh,
         feed: data.Feed,
     ) -> None:
-        super().__init__(signals, checkpointer, accounting, config)
+        super().__init__(signals, checkpointer, config)
         self.rank, self.size = mesh.rank, mesh.size
         self._feed = feed
         self._loop = LoopState()
@@ -262,11 +256,9 @@ class JointDecisions(Decisions):
             raise self._failure
 
     def _check_batch(self, batch: Any) -> None:
-        """Compare the first batch of all processes, and agree on how many batches are held."""
+        """Compare the structure of the first batch of all processes."""
         spec = data.check_batch(batch, where="train, first batch")
         processes.check_same({"a batch": _text(spec.spec)}, where="train, first batch", hint=_SAME)
-        size = tensor_layout.nbytes([leaf for leaf in tree.leaves(tree.dicts(batch)) if isinstance(leaf, Tensor)])
-        self._accounting.fix_depth(processes.largest([size])[0])
 
 
 def _text(spec: Any) -> str:
@@ -279,14 +271,13 @@ def opened(
     mesh: parallel.Mesh | None,
     signals: Signals,
     checkpointer: Checkpointer,
-    accounting: Accounting,
     config: FitConfig,
     feed: data.Feed,
 ) -> Decisions:
     """Return the decisions of a run."""
     if mesh is None:
-        return Decisions(signals, checkpointer, accounting, config)
-    return JointDecisions(signals, checkpointer, accounting, config, mesh=mesh, feed=feed)
+        return Decisions(signals, checkpointer, config)
+    return JointDecisions(signals, checkpointer, config, mesh=mesh, feed=feed)
 
 
 # --- the same in all processes ----------------------------------------------------------------------------------------

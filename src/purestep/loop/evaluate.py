@@ -44,7 +44,7 @@ def run_epoch(
         seed: of the order.
 
     Returns:
-        The last state and the merged metrics, on the host.
+        The last state and the merged metrics, on the host, in float64.
 
     Raises:
         ConfigError: the step is not callable.
@@ -73,7 +73,7 @@ def run_epoch(
     if error is not None:
         error.state = before_halt(state)
         raise error
-    return state, metric_queue.as_means(total, queue.kinds, queue.dtype)
+    return state, metric_queue.as_means(total, queue.kinds)
 
 
 def evaluate(

@@ -200,7 +200,7 @@ class _Run:
         self.accounting = accounting.opened(config.log_every, self.state, loop)
         self.checkpointer = Checkpointer(snapshots, feeds.train, program, saved=saved)
         self.best_state = BestState(self.monitor.kept_by(snapshots), config.resume)
-        self.decisions = decisions.opened(mesh, signals, self.checkpointer, self.accounting, config, feeds.train)
+        self.decisions = decisions.opened(mesh, signals, self.checkpointer, config, feeds.train)
         if not self.is_resumed:
             policy.warn_of_short_average(program, config, feeds.train)
 
