@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from .. import data, events, files, parallel
 from ..compile import LiveState, MetricVector, as_dict, eager_program, released, set_batch_sizes, states
-from ..diagnostics import purity
 from ..errors import (
     NonFiniteError,
     PurestepError,
@@ -345,9 +344,7 @@ class _Run:
         loop = self.loop
         self.state, metrics = self.call(self.state, batch, loop)
         self.loop = loop.stepped()
-        self._count(
-            Call(loop.calls + 1, loop.epoch, loop.batch, loop.window_left == 1, purity.versions(batch)), metrics, batch
-        )
+        self._count(Call(loop.calls + 1, loop.epoch, loop.batch, loop.window_left == 1), metrics, batch)
 
     def _flush(self) -> None:
         """Close an open window as the program's tail says. The flush of a user's own program decides itself."""
@@ -392,8 +389,7 @@ class _Run:
     def _explained(self, error: NonFiniteError) -> NonFiniteError:
         """Return the error of a halted state with an explanation."""
         self.state = nonfinite_steps.halt_spoilt(self.state)
-        error, window = nonfinite_steps.without_written(error, self.accounting.window(error.step or 0))
-        frozen = nonfinite_steps.before_halt(self.state)
+        window, frozen = self.accounting.window(error.step or 0), nonfinite_steps.before_halt(self.state)
         return nonfinite_steps.explain(error, frozen, window, self.eager, self.feeds.train)
 
     def _evaluate(self, state: Tree, loop: LoopState, name: str) -> dict[str, float]:
