@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .. import data
-from ..errors import ConfigError, StateError
+from ..errors import ConfigError
 from ..loop import ranks
 from ..state import stacked
 from ..types import Program, TrainState
@@ -51,8 +51,7 @@ def refresh_batchnorm(
         tensor([2., 2.])
     """
     where = "refresh_batchnorm"
-    if not isinstance(state, TrainState):  # pyright: ignore[reportUnnecessaryIsInstance]  # may be of any type
-        raise StateError(f"the state is a {type(state).__name__}, not a TrainState", where=where, hint="program.init()")
+    stacked.check_train_state(state, where=where)
     mesh = ranks.mesh_of(state, where=where, program=program)
     ranks.check_loader(loader, where=name)
     if program.static is None or program.static.made.statistics is None:

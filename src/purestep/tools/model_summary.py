@@ -98,13 +98,8 @@ def summary(program: Program, state: TrainState, batch: Any = None) -> ModelSumm
         buffers 0, parameters 196 bytes, state 680 bytes
         FLOPs a batch: forward 160, train step 352
     """
-    value: Any = state
-    if not isinstance(value, TrainState):
-        raise StateError(
-            f"the state is a {type(value).__name__}, not a TrainState", where="summary", hint="program.init()"
-        )
-    state = TrainState(*state)
     stacked.check_single(state, where="summary")
+    state = TrainState(*state)
     if not isinstance(state.placement, Empty):
         raise StateError("the state is spread over processes", where="summary", hint="pass ps.full(state)")
     rows = _rows(program, state)

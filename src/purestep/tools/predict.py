@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import data, rng, tree
-from ..errors import ConfigError, DataError, StateError, StepContractError
+from ..errors import ConfigError, DataError, StepContractError
 from ..loop import ranks
 from ..objective import call_model, split_batch
 from ..parallel import processes
@@ -78,7 +78,7 @@ def predict(
         >>> predict(program, program.init(), batches).shape
         torch.Size([5, 3])
     """
-    _check_state(state)
+    stacked.check_train_state(state, where="predict")
     mesh = ranks.mesh_of(state, where="predict", program=program)
     ranks.check_loader(loader, where=name)
     if program.bind is None:
@@ -109,13 +109,6 @@ def predict(
             if one is not loader:
                 one.close()
     return None if callback is not None else collected.joined()
-
-
-def _check_state(state: Any) -> None:
-    if not isinstance(state, TrainState):
-        raise StateError(
-            f"the state is a {type(state).__name__}, not a TrainState", where="predict", hint="program.init()"
-        )
 
 
 def _inputs_of(batch: Any) -> tuple[Any, Any]:

@@ -140,11 +140,9 @@ def _check_numbers(low: Any, high: Any, steps: Any, smoothing: Any, divergence: 
         check_range(where, 1, ends="()", cure="divergence=4.0", divergence=divergence)
 
 
-def _checked(state: Any, leaf: str, rate: float) -> TrainState:
+def _checked(state: TrainState, leaf: str, rate: float) -> TrainState:
     """Return a copy of a state that can train and whose learning rate can change."""
     where = "find_learning_rate"
-    if not isinstance(state, TrainState):
-        raise StateError(f"the state is a {type(state).__name__}, not a TrainState", where=where, hint="program.init()")
     if _is_halted(state):
         raise StateError("the state halted, so a step would do nothing", where=where, hint="program.init()")
     try:
