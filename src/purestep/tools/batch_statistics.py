@@ -52,8 +52,6 @@ def refresh_batchnorm(
     """
     where = "refresh_batchnorm"
     stacked.check_train_state(state, where=where)
-    mesh = ranks.mesh_of(state, where=where, program=program)
-    ranks.check_loader(loader, where=name)
     if program.static is None or program.static.made.statistics is None:
         raise ConfigError(
             "the program has no model", where=where, hint="pass the program that ps.program(...) returned"
@@ -69,15 +67,12 @@ def refresh_batchnorm(
     found = program.static.made.statistics(state, view)
     if not found.names:
         return state
-    feed = data.open_feed(loader, name=name, seed=int(state.key[0]), repeats=True, mesh=mesh)
-    try:
+    how: dict[str, Any] = {"program": program, "seed": int(state.key[0]), "repeats": True}
+    with ranks.opened(loader, state, where=where, name=name, **how) as feed:
         for index, batch in enumerate(data.prefetch(feed.epoch(0), data.device_of(state), name=name)):
             try:
                 found.add(batch, index)
             except Exception as error:
                 error.add_note(f"in {where}, {name}, batch {index + 1}")
                 raise
-    finally:
-        if feed is not loader:
-            feed.close()
     return found.state()
