@@ -31,33 +31,24 @@ _MAX_REFUSALS = 100  # refused updates in a row, after which the run ends or war
 _log = logging.getLogger("purestep")
 
 
-def opened(log_every: int, state: Tree, loop: LoopState) -> Accounting:
-    """Return the accounts of a run that begins, or goes on, with these states."""
-    calls = stacked.keys(state)[0][1] if isinstance(state, TrainState) else 0
-    rates = {"lr"}.union(*(rate_names(part) for part in states(state)))
-    rates |= {entry_name(name, index) for name in rates for index in range(stacked.size(state))}
-    return Accounting(log_every, before=calls - loop.calls, halts=can_halt(state), rates=rates)
-
-
 class Accounting:
     """Takes metrics as tensors; returns loop states and log lines once the numbers have arrived.
 
     Args:
         log_every: updates between two log lines, 0 for none.
-        before: calls of the train state before the first one of this run.
-        halts: the state may halt, so batches are held until their calls are known to be good.
-        rates: metrics that are learning rates: their last value counts, not the mean.
+        state, loop: those with which the run begins, or goes on.
     """
 
-    def __init__(
-        self, log_every: int, *, before: int = 0, halts: bool = False, rates: Collection[str] = ("lr",)
-    ) -> None:
-        self.rates = rates
+    def __init__(self, log_every: int, state: Tree, loop: LoopState) -> None:
+        self.rates = {"lr"}.union(*(rate_names(part) for part in states(state)))
+        """Metrics that are learning rates: their last value counts, not the mean."""
+        self.rates |= {entry_name(name, index) for name in self.rates for index in range(stacked.size(state))}
         self.lines: deque[Logged] = deque()
         """Complete log lines, which the run takes out."""
         self._log_every = log_every
-        self._before = before
-        self._halts = halts
+        calls = stacked.keys(state)[0][1] if isinstance(state, TrainState) else 0
+        self._before = calls - loop.calls  # calls of the train state before the first one of this run
+        self._halts = can_halt(state)  # batches are held until their calls are known to be good
         self._warned = False
         self._refusals = 0  # refused updates in a row
         self._stopped = set[int]()  # members of an ensemble that have halted

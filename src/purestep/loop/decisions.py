@@ -49,10 +49,10 @@ class Decisions:
     rank = 0
     size = 1
 
-    def __init__(self, signals: Signals, checkpointer: Checkpointer, config: FitConfig) -> None:
+    def __init__(self, signals: Signals, checkpointer: Checkpointer, max_time: float | None) -> None:
         self._signals = signals
         self._checkpointer = checkpointer
-        self._max_time = config.max_time
+        self._max_time = max_time
         self._begun = time.monotonic()
 
     @property
@@ -135,12 +135,11 @@ class JointDecisions(Decisions):
         self,
         signals: Signals,
         checkpointer: Checkpointer,
-        config: FitConfig,
-        *,
+        max_time: float | None,
         mesh: parallel.Mesh,
         feed: data.Feed,
     ) -> None:
-        super().__init__(signals, checkpointer, config)
+        super().__init__(signals, checkpointer, max_time)
         self.rank, self.size = mesh.rank, mesh.size
         self._feed = feed
         self._loop = LoopState()
@@ -267,19 +266,6 @@ def _text(spec: Any) -> str:
     return spec.kind if children is None else f"{spec.kind}({', '.join(map(_text, children))})"
 
 
-def opened(
-    mesh: parallel.Mesh | None,
-    signals: Signals,
-    checkpointer: Checkpointer,
-    config: FitConfig,
-    feed: data.Feed,
-) -> Decisions:
-    """Return the decisions of a run."""
-    if mesh is None:
-        return Decisions(signals, checkpointer, config)
-    return JointDecisions(signals, checkpointer, config, mesh=mesh, feed=feed)
-
-
 # --- the same in all processes ----------------------------------------------------------------------------------------
 
 
@@ -296,11 +282,6 @@ def check_alike(mesh: parallel.Mesh | None, facts: Callable[[], Mapping[str, Any
     if mesh is not None:
         hint = f"{_SAME}; for weights, torch.manual_seed(0) before the model is built"
         processes.check_same(facts(), where="fit", hint=hint)
-
-
-def place_of(loop: LoopState) -> dict[str, Any]:
-    """Return the restored position."""
-    return {"restored step": loop.calls, "epoch": loop.epoch, "batch": loop.batch, "updates": loop.updates}
 
 
 def check_data(mesh: parallel.Mesh | None, feeds: Feeds) -> None:

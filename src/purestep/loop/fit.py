@@ -27,7 +27,6 @@ from ..snapshot import Snapshots
 from ..state import views
 from ..types import Metrics, Program, Tree
 from . import (
-    accounting,
     decisions,
     environment,
     inputs,
@@ -37,8 +36,9 @@ from . import (
     resume,
     train_call,
 )
-from .accounting import with_best
+from .accounting import Accounting, with_best
 from .callbacks import Callbacks
+from .decisions import Decisions, JointDecisions
 from .evaluate import eval_means
 from .inputs import Feeds
 from .loop_state import Call, Cell, FitResult, LoopState, cell, joined, with_row
@@ -193,13 +193,15 @@ class _Run:
         self.call = train_call.TrainCall(self.eager, program, self.state, config)
         if snapshots is not None and self.monitor.metric is not None:
             snapshots.track(self.monitor.metric, mode=self.monitor.mode)
-        decisions.check_alike(mesh, lambda: decisions.place_of(loop))
+        place = {"restored step": loop.calls, "epoch": loop.epoch, "batch": loop.batch, "updates": loop.updates}
+        decisions.check_alike(mesh, lambda: place)
         intervals = {name: 1.0 if config.fast_dev_run else config.interval(name) for name in feeds.evaluation}
         self.schedule = EvalSchedule(intervals, feeds.train, window)
-        self.accounting = accounting.opened(config.log_every, self.state, loop)
+        self.accounting = Accounting(config.log_every, self.state, loop)
         self.checkpointer = Checkpointer(snapshots, feeds.train, program, saved=saved)
         self.best_state = BestState(self.monitor.kept_by(snapshots), config.resume)
-        self.decisions = decisions.opened(mesh, signals, self.checkpointer, config, feeds.train)
+        deciding = signals, self.checkpointer, config.max_time
+        self.decisions = Decisions(*deciding) if mesh is None else JointDecisions(*deciding, mesh, feeds.train)
         if not self.is_resumed:
             policy.warn_of_short_average(program, config, feeds.train)
 
