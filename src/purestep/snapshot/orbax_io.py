@@ -20,6 +20,7 @@ import sys
 import warnings
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def ready() -> Any:
 
     if not getattr(jax.config, "jax_platforms", None) and not _jax_is_running():
         jax.config.update("jax_platforms", "cpu")
-    logging.getLogger("asyncio").addFilter(_orphans)  # adding it twice has no effect; the tasks fail late
+    logging.getLogger("asyncio").addFilter(_is_wanted)  # adding it twice has no effect; the tasks fail late
     return importlib.import_module("orbax.checkpoint").v1
 
 
@@ -63,27 +64,20 @@ def _context(orbax: Any) -> Any:
     return context
 
 
-class _Orphans(logging.Filter):
-    """Drops asyncio's tracebacks of orbax's other failed tasks; the error of one task is raised."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return "orbax" not in record.getMessage()
+def _is_wanted(record: logging.LogRecord) -> bool:
+    """False for asyncio's tracebacks of orbax's other failed tasks; the error of one task is raised."""
+    return "orbax" not in record.getMessage()
 
 
-_orphans = _Orphans()
-
-
-class _Noise(logging.Filter):
-    """Drops orbax's dozens of lines for each save, and hundreds for each error that it raises too."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return record.levelno >= logging.WARNING and "raised an exception" not in str(record.msg)
+def _is_news(record: logging.LogRecord) -> bool:
+    """False for orbax's dozens of lines for each save, and hundreds for each error that it raises too."""
+    return record.levelno >= logging.WARNING and "raised an exception" not in str(record.msg)
 
 
 @contextmanager
 def _quiet() -> Generator[None]:
-    logger, noise = logging.getLogger("absl"), _Noise()
-    logger.addFilter(noise)
+    logger, news = logging.getLogger("absl"), partial(_is_news)  # one for each save: two may overlap
+    logger.addFilter(news)
     try:
         yield
     except Exception as error:
@@ -95,7 +89,7 @@ def _quiet() -> Generator[None]:
         number = int(code.group(1))
         raise OSError(number, os.strerror(number)) from error
     finally:
-        logger.removeFilter(noise)
+        logger.removeFilter(news)
 
 
 def key(path: str) -> str:
