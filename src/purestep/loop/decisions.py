@@ -257,7 +257,7 @@ class JointDecisions(Decisions):
     def _check_batch(self, batch: Any) -> None:
         """Compare the structure of the first batch of all processes."""
         spec = data.check_batch(batch, where="train, first batch")
-        processes.check_same({"a batch": _text(spec.spec)}, where="train, first batch", hint=_SAME)
+        processes.check_same({"a batch": _text(spec)}, where="train, first batch", hint=_SAME)
 
 
 def _text(spec: Any) -> str:
