@@ -21,4 +21,3 @@ from .device import to_device as to_device
 from .feed import Feed as Feed
 from .iterable import held as held
 from .open_feed import open_feed as open_feed
-from .shares import check_chosen as check_chosen

@@ -285,15 +285,15 @@ def check_alike(mesh: parallel.Mesh | None, facts: Callable[[], Mapping[str, Any
 
 
 def check_data(mesh: parallel.Mesh | None, feeds: Feeds) -> None:
-    """Check that all processes have the same loaders: their facts, and the rows that a `Subset` chooses. The rows
-    themselves are compared with the first batch of each loader.
+    """Check that all processes have the same loaders, by their facts. The order of the data and a row are compared with
+    the first batch of each loader.
 
     Args:
         mesh: None: one process, nothing is compared.
         feeds: of the run.
 
     Raises:
-        RankError: with the facts that differ, or the rows.
+        RankError: with the facts that differ.
     """
     if mesh is None:
         return
@@ -302,8 +302,6 @@ def check_data(mesh: parallel.Mesh | None, feeds: Feeds) -> None:
     for name, feed in named.items():
         facts |= {f"loader {name}, {key}": value for key, value in {**feed.facts, "length": feed.length}.items()}
     processes.check_same(facts, where="fit", hint=f"{_SAME}: {loaders.WHOLE}")
-    for feed in named.values():
-        data.check_chosen(feed)
 
 
 def facts_of(state: Tree, program: Program, config: FitConfig) -> dict[str, Any]:
