@@ -109,13 +109,9 @@ class IterableFeed(Feed):
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
         log_dropped(self.name, epoch, start)
         seed, own = mix(self._seed, "order", epoch), random_state.own(*self._owners[:1])
-        iterator, found = self._enter(epoch, seed, own), 0
+        iterator = self._enter(epoch, seed, own)
         try:
-            for number, batch in enumerate(self._compared(scoped(iterator, seed, own=own), epoch)):
-                if number >= start:
-                    yield batch
-                found = number + 1
-            self._check_start(epoch, start, found)
+            yield from self._after(self._compared(scoped(iterator, seed, own=own), epoch), epoch, start)
         finally:
             close = getattr(iterator, "close", None)
             if callable(close):
