@@ -303,7 +303,7 @@ class _Run:
         # Evaluate.
         state = self.state
         row: dict[str, Cell] = {"epoch": loop.epoch + (loop.batch > 0), "step": loop.updates}
-        row |= self.accounting.row(loop)
+        row |= self.accounting.row(loop, state)
         history = loop.history
         for name in loaders:
             values = self._evaluate(state, loop, name)
