@@ -379,7 +379,7 @@ def test_row_36_the_micro_batch_that_spoilt_its_window_is_the_one_that_is_named(
     assert error.leaves[0] == "batch/0"
     found = replay.read(error.path, program.init())
     assert found.state.key.tolist() == [0, place]
-    assert (int(found.state.accum.left), float(found.state.accum.weight)) == (3 - place % 3, 0.0)
+    assert (int(found.state.accum.left), float(found.state.accum.weight)) == (3 - place % 3, 8.0 * (place % 3))
     assert_trees_close(found.batch, poisoned(7, place)[place], exact=True)
 
 
