@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,15 +49,8 @@ def assert_pure(step: Callable[..., Any], state: Tree, batch: Any, *context: Any
         StepContractError: the step is not pure; the message says what changed, and where.
     """
     parts = {"state": state, "batch": batch, "context": context}
-    with _reported():
-        purity.observe(lambda: _pair(step(state, batch, *context)), parts)
-
-
-@contextmanager
-def _reported() -> Generator[None]:
-    """Raise a finding as StepContractError."""
     try:
-        yield
+        purity.observe(lambda: _pair(step(state, batch, *context)), parts)
     except purity.Impure as found:
         raise StepContractError(found.what, where=found.where, hint=found.hint) from None
 

@@ -56,7 +56,7 @@ class TestRefilledBuffers:
     @pytest.mark.parametrize("accumulate", [1, 2])
     def test_a_halt_is_not_explained_by_another_batch(self, accumulate: int):
         chosen = program(accumulate=accumulate)
-        with pytest.raises(NonFiniteError, match="the cause is unknown, because the batch was written") as found:
+        with pytest.raises(NonFiniteError, match="the cause is unknown, because the call is finite") as found:
             fit(chosen, Refilled(batches(8, bad=3)))
         assert (found.value.step, found.value.batch, found.value.leaves) == (4, None, ())
         assert "x.clone()" in found.value.hint

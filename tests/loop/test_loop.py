@@ -475,8 +475,9 @@ def test_training_loss_is_monitored_where_it_is_asked_for() -> None:
     assert result.best["train_loss"] == min(result.history["train_loss"])
 
 
-@pytest.mark.parametrize("depth", [1, 3, 64])
-def test_sums_are_the_same_bits_whatever_arrives_together(depth: int) -> None:
+@pytest.mark.parametrize("every", [1, 3, 64])
+def test_sums_are_the_same_bits_whatever_arrives_together(every: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metric_queue, "EVERY", every)
     calls = [{"a": metrics.as_mean(torch.rand(()), 3)} for _ in range(5)]
     calls += [{"a": metrics.as_mean(torch.rand(()), 2), "b": metrics.as_mean(torch.rand(2), torch.ones(2))}] * 4
     calls += [{}, {"b": metrics.as_mean(torch.rand(2).double(), torch.ones(2))}]
@@ -487,13 +488,13 @@ def test_sums_are_the_same_bits_whatever_arrives_together(depth: int) -> None:
                 key = name if mean.total.numel() == 1 else f"{name}[{index}]"
                 before = expected.get(key, (0.0, 0.0))
                 expected[key] = before[0] + total.item(), before[1] + weight.item()
-    queue, found = MetricQueue(depth), {}
+    queue, found = MetricQueue(), {}
     for tag, call in enumerate(calls):
         queue.add(tag, call)
         for rows in queue.arrived(wait=False):
             add_to(found, rows)
     late = queue.arrived(wait=True)
-    assert [tag for rows in late for tag in rows.tags] == list(range(len(calls) - len(calls) % depth, len(calls)))
+    assert [tag for rows in late for tag in rows.tags] == list(range(len(calls) - len(calls) % every, len(calls)))
     for rows in late:
         add_to(found, rows)
     assert found == expected
@@ -504,14 +505,20 @@ def test_a_copy_from_a_device_is_read_a_fixed_number_of_calls_after_it_began(mon
     event = SimpleNamespace(waits=0)
     event.synchronize = lambda: setattr(event, "waits", event.waits + 1)
     monkeypatch.setattr(metric_queue, "_to_host", lambda numbers: (numbers, event))
-    queue, read = MetricQueue(depth=2), dict[int, list[Any]]()
+    monkeypatch.setattr(metric_queue, "EVERY", 2)
+    queue, read = MetricQueue(), dict[int, list[Any]]()
     for call in range(1, 13):
         queue.add(call, {"loss": ps.Mean(torch.ones(()), torch.ones(()))})
         tags = [tag for rows in queue.arrived(wait=False) for tag in rows.tags]
         read |= {call: tags} if tags else {}
-    assert read == {2 + metric_queue.LAG: [1, 2], 4 + metric_queue.LAG: [3, 4]}
-    assert event.waits == 2
-    assert [tag for rows in queue.arrived(wait=True) for tag in rows.tags] == list(range(5, 13))
+    assert read == {
+        2 + metric_queue.LAG: [1, 2],
+        4 + metric_queue.LAG: [3, 4],
+        6 + metric_queue.LAG: [5, 6],
+        8 + metric_queue.LAG: [7, 8],
+    }
+    assert event.waits == 4
+    assert [tag for rows in queue.arrived(wait=True) for tag in rows.tags] == list(range(9, 13))
 
 
 class Watched(list[Any]):

@@ -13,7 +13,6 @@ batch_spec       checks each batch against the first one
 """
 
 from .batch_spec import BatchCheck as BatchCheck
-from .batch_spec import BatchSpec as BatchSpec
 from .batch_spec import check_batch as check_batch
 from .device import Prefetched as Prefetched
 from .device import device_of as device_of
@@ -22,4 +21,3 @@ from .device import to_device as to_device
 from .feed import Feed as Feed
 from .iterable import held as held
 from .open_feed import open_feed as open_feed
-from .shares import check_chosen as check_chosen

@@ -14,13 +14,7 @@ from ..errors import DataError
 from ..torch_ext import tensor_layout
 
 Spec: TypeAlias = Any
-"""Nested tuples that describe the structure, dtypes and ranks of a batch."""
-
-
-class BatchSpec(NamedTuple):
-    """The structure, dtypes and ranks of a batch. Sizes are not part of it."""
-
-    spec: Spec
+"""Nested tuples that describe the structure, dtypes and ranks of a batch. Sizes are not part of it."""
 
 
 class _Leaf(NamedTuple):
@@ -37,7 +31,7 @@ class _Node(NamedTuple):
 _ALIKE = "make all batches alike except for their sizes: check the dataset and its collate_fn"
 
 
-def check_batch(batch: Any, first: BatchSpec | None = None, *, where: str = "batch") -> BatchSpec:
+def check_batch(batch: Any, first: Spec = None, *, where: str = "batch") -> Spec:
     """Check a batch, and compare it with the first one of the run.
 
     Example:
@@ -65,14 +59,14 @@ def check_batch(batch: Any, first: BatchSpec | None = None, *, where: str = "bat
     """
     devices: dict[torch.device, str] = {}
     try:
-        spec = BatchSpec(_spec(batch, "batch", devices))
+        spec = _spec(batch, "batch", devices)
     except DataError as error:  # of an object of an unknown class
         raise DataError(f"{error.where} {error.what}", where=where, hint=error.hint) from None
-    if first is not None and not _alike(spec.spec, first.spec, is_batch=True):
-        raise DataError(_difference(spec.spec, first.spec, "batch"), where=where, hint=_ALIKE)
-    if not devices and not _moves(spec.spec):
+    if first is not None and not _alike(spec, first, is_batch=True):
+        raise DataError(_difference(spec, first, "batch"), where=where, hint=_ALIKE)
+    if not devices and not _moves(spec):
         raise DataError(
-            f"{_text(spec.spec, 'batch')} without a tensor",
+            f"batch is {_article(spec)} without a tensor",
             where=where,
             hint="return tensors, or tuples, lists, dicts and objects of tensors from the loader",
         )
@@ -90,7 +84,7 @@ class BatchCheck:
     """Checks that a training batch has the structure of the first one, before it reaches a step."""
 
     def __init__(self) -> None:
-        self._first: BatchSpec | None = None
+        self._first: Spec = None
         self._last: tuple[trees.TreeDef, list[Any]] | None = None
 
     def __call__(self, batch: Any, epoch: int, index: int) -> None:
@@ -186,11 +180,7 @@ def _difference(found: Spec, first: Spec, path: str) -> str:
         gone, new = [k for k in first.keys if k not in found.keys], [k for k in found.keys if k not in first.keys]
         changes = [f"misses {gone}" if gone else "", f"has the new {new}" if new else ""]
         return f"{path} {' and '.join(part for part in changes if part)}; batch 1 had {list(first.keys)}"
-    return f"{_text(found, path)}; batch 1 had {_article(first)}"
-
-
-def _text(spec: Spec, path: str) -> str:
-    return f"{path} is {_article(spec)}"
+    return f"{path} is {_article(found)}; batch 1 had {_article(first)}"
 
 
 def _article(spec: Spec) -> str:

@@ -212,14 +212,10 @@ class Feed(ABC):
         return None
 
     def order(self, epoch: int, batch: int) -> int:
-        """A hash that is equal in processes with one order of the data: of the indices of a recent batch (both 0-based)
-        of all processes, else of the first batch of the epoch. 0 if it is unknown."""
+        """A hash that is equal in processes with one order of the data: of the rows of a recent batch (both 0-based) of
+        all processes, else of the first batch of the epoch. 0 if it is unknown."""
         del batch
         return self._begun[1] if self._begun is not None and self._begun[0] == epoch else 0
-
-    def chosen(self) -> list[Any] | None:
-        """The indices of the dataset's `Subset`, or None if it has none."""
-        return None  # Only `IndexedFeed` has indices.
 
     def position(self, epoch: int, consumed: int) -> dict[str, Any]:
         """The facts that a snapshot stores after ``consumed`` batches of ``epoch``, as JSON, for `restore`.

@@ -109,13 +109,9 @@ class IterableFeed(Feed):
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
         log_dropped(self.name, epoch, start)
         seed, own = mix(self._seed, "order", epoch), random_state.own(*self._owners[:1])
-        iterator, found = self._enter(epoch, seed, own), 0
+        iterator = self._enter(epoch, seed, own)
         try:
-            for number, batch in enumerate(self._compared(scoped(iterator, seed, own=own), epoch)):
-                if number >= start:
-                    yield batch
-                found = number + 1
-            self._check_start(epoch, start, found)
+            yield from self._after(self._compared(scoped(iterator, seed, own=own), epoch), epoch, start)
         finally:
             close = getattr(iterator, "close", None)
             if callable(close):
@@ -249,7 +245,7 @@ class _Place(NamedTuple):
 
     state: Any  # of the loader, or None at its first start
     ended: bool = False  # the epoch ends here; the state may not show it
-    left: bool = False  # the epoch before stopped early, and the next one starts here
+    is_cut: bool = False  # the epoch before stopped early, and the next one starts here
 
 
 class StatefulFeed(Feed):
@@ -311,7 +307,7 @@ class StatefulFeed(Feed):
             found["next"] = fingerprint(ahead)
         elif self._next is not None:  # no batch has been loaded since the restore
             found["next"] = self._next
-        return found | {"ended": place.ended, "left": place.left}
+        return found | {"ended": place.ended, "left": place.is_cut}
 
     def restore(self, stored: Mapping[str, Any]) -> None:
         super().restore(stored)
@@ -323,7 +319,7 @@ class StatefulFeed(Feed):
         place = self._places.get((epoch, consumed), self._restored)
         if place is not None and not self.repeats:
             self._restored = None
-            self._keep(epoch + 1, 0, _Place(place.state, left=True))
+            self._keep(epoch + 1, 0, _Place(place.state, is_cut=True))
 
     def close(self) -> None:
         if self._initial is not None:
@@ -351,7 +347,7 @@ class StatefulFeed(Feed):
 
     def _read(self, epoch: int, start: int) -> Iterator[Batch]:
         place, seed = self._load(epoch, start), mix(self._seed, "order", epoch)
-        if place is not None and place.left:
+        if place is not None and place.is_cut:
             with random_state.scoped(seed):
                 self._source(epoch)  # some loaders first continue the epoch that stopped early; drop that
         number = start
@@ -396,7 +392,7 @@ class StatefulFeed(Feed):
         if place is None:
             known = self._places.get((epoch, start))
             # After an epoch that stopped early, load the state in any case, as a run that is resumed there does.
-            place = known if known is not None and (start or known.left) else None
+            place = known if known is not None and (start or known.is_cut) else None
         if start and place is None:
             raise DataError(f"no state of batch {start} was restored", where=self.name, hint="feed.restore(position)")
         if place is None or place.state is None:

@@ -14,7 +14,7 @@ import zlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -264,17 +264,12 @@ class IndexedFeed(Feed):
 
     def order(self, epoch: int, batch: int) -> int:
         _, found = self._recent.get((epoch, batch), (None, None))
-        return 0 if found is None else zlib.crc32(repr(found).encode())
-
-    def chosen(self) -> list[Any] | None:
-        found: list[Any] | None = None
-        dataset: Any = self._source.dataset
-        while isinstance(dataset, Subset):
-            part = cast("Subset[Any]", dataset)
-            own = [_number(index) for index in part.indices]
-            found = own if found is None else [own[int(index)] for index in found]
-            dataset = part.dataset
-        return found
+        if found is None:
+            return 0
+        rows, dataset = [found] if self._source.batch_sampler is None else found, self._source.dataset
+        while isinstance(dataset, Subset):  # a random split may differ between processes
+            rows, dataset = [dataset.indices[row] for row in rows], dataset.dataset
+        return zlib.crc32(repr([_number(row) for row in rows]).encode())
 
     def close(self) -> None:
         self._engine.close()

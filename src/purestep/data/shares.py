@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,39 +16,10 @@ from .iterable import SequenceFeed
 
 _END: Any = object()
 _COUNTS, _STANDS_IN = 1.0, 0.0
-_COMPARED = 1000  # indices of each process, to say why they differ
 _ORDER = (
     "the same dataset, sampler and seed in every process, and no sampler that draws from torch's, numpy's or Python's "
     f"global generator; {loaders.WHOLE}"
 )
-
-
-def check_chosen(feed: Feed) -> None:
-    """Check that the `Subset` of a loader has the same rows in all processes: a collective.
-
-    Raises:
-        RankError: with the habit that leads to other rows, and its cure.
-    """
-    chosen = feed.chosen()
-    found = processes.by_process(zlib.crc32(repr(chosen).encode()))
-    other = next((rank for rank, digest in enumerate(found) if digest != found[0]), 0)
-    if not other:
-        return
-    parts = [set(part) for part in processes.gathered(sorted(chosen or (), key=str)[:_COMPARED])]
-    what = f"the rows of its Subset differ between process 0 and process {other}"
-    if parts[0] & parts[other]:
-        what += ", and some are in both: a split that was drawn at random before one seed was set in all processes"
-        hint = (
-            "torch.manual_seed(0) before the split in every process; or random_split(data, [0.9, 0.1], "
-            "generator=torch.Generator().manual_seed(0)), train_test_split(..., random_state=0)"
-        )
-    else:
-        what += ", and none is in both: each process has a part, as for DistributedDataParallel"
-        hint = (
-            "pass the loader of the whole dataset, of which each batch is divided; or ps.parallel.sharded(loader), if "
-            "each process is to load its own batches"
-        )
-    raise RankError(what, where=feed.name, hint=hint)
 
 
 def check_rows(name: str, order: int, row: int | None) -> None:
@@ -134,9 +104,6 @@ class RowsFeed(Feed):
 
     def indices(self, epoch: int, batch: int) -> list[Any] | None:
         return self._feed.indices(epoch, batch)
-
-    def chosen(self) -> list[Any] | None:
-        return self._feed.chosen()
 
     def order(self, epoch: int, batch: int) -> int:
         return self._feed.order(epoch, batch)

@@ -98,19 +98,6 @@ def version(leaf: Any) -> int:
     return hidden.version(leaf)
 
 
-def versions(part: Tree) -> list[int]:
-    """The `version` of every leaf.
-
-    Example:
-        >>> batch = torch.zeros(2), 3
-        >>> before = versions(batch)
-        >>> _ = batch[0].add_(1)
-        >>> versions(batch) == before
-        False
-    """
-    return [version(leaf) for leaf in tree.leaves(part)]
-
-
 def fingerprint(leaf: Tensor, weights: dict[torch.device, Tensor]) -> Tensor | None:
     """A hash of every bit of the tensor and its position, shape=(), dtype=int64, on its device.
 

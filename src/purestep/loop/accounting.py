@@ -10,13 +10,12 @@ from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from .. import stopping, tree
+from .. import stopping
 from ..compile import MetricVector, states
 from ..errors import ConfigError, NonFiniteError, StepContractError
 from ..events import Logged
 from ..state import base_name, best_name, entry_name, stacked
 from ..step import rate_names
-from ..torch_ext import tensor_layout
 from ..types import Metrics, TrainState, Tree
 from . import metric_queue
 from .loop_state import Call, Cell, LoopState, cell
@@ -28,18 +27,8 @@ if TYPE_CHECKING:
 
 _BARE = ("grad_norm", "scale")  # step metrics that do not describe training data: no "train_" before them
 _HIDDEN = ("applied",)
-_DEPTH = 64  # calls whose metrics are copied together
 _MAX_REFUSALS = 100  # refused updates in a row, after which the run ends or warns
-_MAX_HELD = 1 << 28  # bytes of batches that are held until their calls are known to be good
 _log = logging.getLogger("purestep")
-
-
-def opened(log_every: int, state: Tree, loop: LoopState) -> Accounting:
-    """Return the accounts of a run that begins, or goes on, with these states."""
-    calls = stacked.keys(state)[0][1] if isinstance(state, TrainState) else 0
-    rates = {"lr"}.union(*(rate_names(part) for part in states(state)))
-    rates |= {entry_name(name, index) for name in rates for index in range(stacked.size(state))}
-    return Accounting(log_every, before=calls - loop.calls, halts=can_halt(state), rates=rates)
 
 
 class Accounting:
@@ -47,40 +36,29 @@ class Accounting:
 
     Args:
         log_every: updates between two log lines, 0 for none.
-        before: calls of the train state before the first one of this run.
-        halts: the state may halt, so batches are held until their calls are known to be good.
-        rates: metrics that are learning rates: their last value counts, not the mean.
+        state, loop: those with which the run begins, or goes on.
     """
 
-    def __init__(
-        self, log_every: int, *, before: int = 0, halts: bool = False, rates: Collection[str] = ("lr",)
-    ) -> None:
-        self.rates = rates
+    def __init__(self, log_every: int, state: Tree, loop: LoopState) -> None:
+        self.rates = {"lr"}.union(*(rate_names(part) for part in states(state)))
+        """Metrics that are learning rates: their last value counts, not the mean."""
+        self.rates |= {entry_name(name, index) for name in self.rates for index in range(stacked.size(state))}
         self.lines: deque[Logged] = deque()
         """Complete log lines, which the run takes out."""
         self._log_every = log_every
-        self._before = before
-        self._halts = halts
+        calls = stacked.keys(state)[0][1] if isinstance(state, TrainState) else 0
+        self._before = calls - loop.calls  # calls of the train state before the first one of this run
+        self._halts = can_halt(state)  # batches are held until their calls are known to be good
         self._warned = False
         self._refusals = 0  # refused updates in a row
-        self._stopped = set[int]()  # members of an ensemble that have halted
-        self._member_refusals = dict[int, int]()  # member -> refused updates in a row, while others applied theirs
+        self._named_members = set[int]()  # of an ensemble, in warnings
         self._queue = MetricQueue()
-        self._is_fixed = False
         self._held: deque[tuple[Call, Any]] = deque()
         self._timer = _Timer()
-
-    def fix_depth(self, size: int) -> None:
-        """Copy metrics as often as batches of this size allow, in bytes, whatever the size of later ones."""
-        self._is_fixed = True
-        if self._halts:
-            self._queue.depth = _calls_to_hold(size)
 
     def add(self, call: Call, metrics: Metrics | MetricVector, loop: LoopState, batch: Any = None) -> None:
         """Put in the metrics of a call and its batch (None for a flush); ``loop`` is the state after the call."""
         if self._halts:
-            if not self._held and batch is not None and not self._is_fixed:
-                self._queue.depth = _calls_to_hold(tensor_layout.nbytes(tree.leaves(batch)))
             self._held.append((call, batch))
         self._queue.add(call, metrics)
         if not call.closing:
@@ -120,7 +98,6 @@ class Accounting:
                     self._refused(call, calls.values(index), state)
                     continue
                 self._refusals = 0
-                self._warn_of_members(call, calls.values(index), state)
                 updates += 1
                 if self._log_every and updates % self._log_every == 0:
                     _sum(calls.part(begun, index + 1), sums, last, self.rates)
@@ -145,39 +122,6 @@ class Accounting:
                     *(total / weight, call.place),
                 )
                 return
-
-    def _warn_of_members(self, call: Call, values: Totals, state: Tree) -> None:
-        """Warn of members of an ensemble that have halted, or whose updates are all refused, while others go on."""
-        many = stacked.size(state)
-        if many < 2:
-            return
-        refused = {at for at in range(many) if not values.get(entry_name("applied", at), (1.0, 1.0))[0]} - self._stopped
-        self._member_refusals = {at: self._member_refusals.get(at, 0) + 1 for at in refused}
-        if not refused:
-            return
-        halted = state.halted.tolist() if self._halts else [0] * many
-        for at in sorted(refused):
-            if halted[at]:
-                self._stopped.add(at)
-                reason = self._invalid_rate(values, at) or "its loss, its weight or a gradient is not finite"
-                place = self._place(halted[at])
-                _log.warning(
-                    "member %d of the ensemble has halted: %s at call %d%s; the others go on",
-                    *(at, reason, halted[at], place and f" ({place})"),
-                )
-            elif self._member_refusals[at] == _MAX_REFUSALS:
-                _log.warning(
-                    "member %d of the ensemble is not trained: %d of its updates in a row were refused, up to epoch "
-                    "%d, since its gradients are not finite, or no target counts; the others go on",
-                    *(at, _MAX_REFUSALS, call.epoch + 1),
-                )
-
-    def _invalid_rate(self, values: Totals, member: int) -> str:
-        """Say which learning rate of a member is invalid; "" if none is."""
-        found = _invalid({name: pair for name, pair in values.items() if name in self.rates})
-        return next(
-            (f"{name} is {rate:g}" for name, rate in found.items() if name == entry_name(base_name(name), member)), ""
-        )
 
     def window(self, number: int) -> list[tuple[Call, Any]]:
         """Return the calls, with their batches, of the update that halted at this call (as the state counts)."""
@@ -216,9 +160,28 @@ class Accounting:
         error.step = call.number + self._before
         raise error
 
-    def row(self, loop: LoopState) -> dict[str, Cell]:
+    def row(self, loop: LoopState, state: Tree) -> dict[str, Cell]:
         """Return the metrics since the last row by their names in the history."""
+        self._warn_of_members(loop, state)
         return self._named(metric_queue.means(loop.interval, self._queue.kinds, loop.computed), loop.last)
+
+    def _warn_of_members(self, loop: LoopState, state: Tree) -> None:
+        """Warn once of a member of an ensemble that has halted, or of which no update since the last row was applied,
+        while others go on."""
+        many = stacked.size(state)
+        halted = state.halted.tolist() if many and self._halts else [0] * many
+        applied = [loop.interval.get(entry_name("applied", at), (1.0, 1.0))[0] for at in range(many)]
+        stopped = {at for at in range(many) if halted[at] or not applied[at]}
+        for at in sorted(stopped - self._named_members) if len(stopped) < many else ():
+            self._named_members.add(at)
+            reason = (
+                f"has halted at call {halted[at]}: its loss, its weight or a gradient is not finite, or its learning "
+                "rate is invalid"
+                if halted[at]
+                else "is not trained: all of its updates since the last row were refused, since its gradients are not "
+                "finite, or no target counts"
+            )
+            _log.warning("member %d of the ensemble %s; the others go on", at, reason)
 
     def _named(self, values: Mapping[str, float], rates: Mapping[str, float]) -> dict[str, Cell]:
         """Return a step's metrics by their names in the history: ``train_`` stands before what training data gave."""
@@ -305,19 +268,11 @@ def _sum(calls: CallMetrics, sums: Iterable[Totals], last: dict[str, float], rat
                 last[name] = known[total] / known[weight]
 
 
-def _calls_to_hold(size: int) -> int:
-    """The number of batches to hold, each of ``size`` bytes."""
-    return max(1, min(_DEPTH, _MAX_HELD // max(size, 1)))
-
-
-def _invalid(rates: Totals) -> dict[str, float]:
-    """The learning rates that are invalid: the step reports such a rate as a total without weight."""
-    return {name: total for name, (total, weight) in rates.items() if not weight and total}  # nan is true
-
-
 def _check_rates(call: Call, values: Totals) -> None:
-    """Check the learning rates."""
-    for name, rate in _invalid(values).items():
+    """Check the learning rates: the step reports one that is invalid as a total without weight."""
+    for name, (rate, weight) in values.items():
+        if weight or not rate:  # nan is true
+            continue
         raise StepContractError(
             f"{name} is {rate:g} at call {call.number}; the state is the one before that call",
             where=f"schedule, {call.place}",

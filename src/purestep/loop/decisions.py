@@ -15,14 +15,10 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from torch import Tensor
-
 from .. import data, parallel, tree
 from ..compile import plain, states
 from ..parallel import loaders, passes, placement, processes
-from ..torch_ext import tensor_layout
 from ..types import Program, Tree
-from .accounting import Accounting
 from .inputs import Feeds
 from .loop_state import LoopState
 from .saving import Checkpointer
@@ -53,11 +49,10 @@ class Decisions:
     rank = 0
     size = 1
 
-    def __init__(self, signals: Signals, checkpointer: Checkpointer, accounting: Accounting, config: FitConfig) -> None:
+    def __init__(self, signals: Signals, checkpointer: Checkpointer, max_time: float | None) -> None:
         self._signals = signals
         self._checkpointer = checkpointer
-        self._accounting = accounting
-        self._max_time = config.max_time
+        self._max_time = max_time
         self._begun = time.monotonic()
 
     @property
@@ -140,13 +135,11 @@ class JointDecisions(Decisions):
         self,
         signals: Signals,
         checkpointer: Checkpointer,
-        accounting: Accounting,
-        config: FitConfig,
-        *,
+        max_time: float | None,
         mesh: parallel.Mesh,
         feed: data.Feed,
     ) -> None:
-        super().__init__(signals, checkpointer, accounting, config)
+        super().__init__(signals, checkpointer, max_time)
         self.rank, self.size = mesh.rank, mesh.size
         self._feed = feed
         self._loop = LoopState()
@@ -262,31 +255,15 @@ class JointDecisions(Decisions):
             raise self._failure
 
     def _check_batch(self, batch: Any) -> None:
-        """Compare the first batch of all processes, and agree on how many batches are held."""
+        """Compare the structure of the first batch of all processes."""
         spec = data.check_batch(batch, where="train, first batch")
-        processes.check_same({"a batch": _text(spec.spec)}, where="train, first batch", hint=_SAME)
-        size = tensor_layout.nbytes([leaf for leaf in tree.leaves(tree.dicts(batch)) if isinstance(leaf, Tensor)])
-        self._accounting.fix_depth(processes.largest([size])[0])
+        processes.check_same({"a batch": _text(spec)}, where="train, first batch", hint=_SAME)
 
 
 def _text(spec: Any) -> str:
     """The structure of a batch in one line."""
     children = getattr(spec, "children", None)
     return spec.kind if children is None else f"{spec.kind}({', '.join(map(_text, children))})"
-
-
-def opened(
-    mesh: parallel.Mesh | None,
-    signals: Signals,
-    checkpointer: Checkpointer,
-    accounting: Accounting,
-    config: FitConfig,
-    feed: data.Feed,
-) -> Decisions:
-    """Return the decisions of a run."""
-    if mesh is None:
-        return Decisions(signals, checkpointer, accounting, config)
-    return JointDecisions(signals, checkpointer, accounting, config, mesh=mesh, feed=feed)
 
 
 # --- the same in all processes ----------------------------------------------------------------------------------------
@@ -307,21 +284,16 @@ def check_alike(mesh: parallel.Mesh | None, facts: Callable[[], Mapping[str, Any
         processes.check_same(facts(), where="fit", hint=hint)
 
 
-def place_of(loop: LoopState) -> dict[str, Any]:
-    """Return the restored position."""
-    return {"restored step": loop.calls, "epoch": loop.epoch, "batch": loop.batch, "updates": loop.updates}
-
-
 def check_data(mesh: parallel.Mesh | None, feeds: Feeds) -> None:
-    """Check that all processes have the same loaders: their facts, and the rows that a `Subset` chooses. The rows
-    themselves are compared with the first batch of each loader.
+    """Check that all processes have the same loaders, by their facts. The order of the data and a row are compared with
+    the first batch of each loader.
 
     Args:
         mesh: None: one process, nothing is compared.
         feeds: of the run.
 
     Raises:
-        RankError: with the facts that differ, or the rows.
+        RankError: with the facts that differ.
     """
     if mesh is None:
         return
@@ -330,8 +302,6 @@ def check_data(mesh: parallel.Mesh | None, feeds: Feeds) -> None:
     for name, feed in named.items():
         facts |= {f"loader {name}, {key}": value for key, value in {**feed.facts, "length": feed.length}.items()}
     processes.check_same(facts, where="fit", hint=f"{_SAME}: {loaders.WHOLE}")
-    for feed in named.values():
-        data.check_chosen(feed)
 
 
 def facts_of(state: Tree, program: Program, config: FitConfig) -> dict[str, Any]:

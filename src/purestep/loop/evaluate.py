@@ -44,7 +44,7 @@ def run_epoch(
         seed: of the order.
 
     Returns:
-        The last state and the merged metrics, on the host.
+        The last state and the merged metrics, on the host, in float64.
 
     Raises:
         ConfigError: the step is not callable.
@@ -55,27 +55,21 @@ def run_epoch(
         StepContractError: the step did not return a state and a dict of Means.
     """
     _check_callable(train_step=step, where="run_epoch")
-    mesh = ranks.mesh_of(state, where="run_epoch")
-    ranks.check_loader(loader, where="train")
-    feed = data.open_feed(loader, name="train", seed=seed, mesh=mesh)
     queue, total = MetricQueue(), metric_queue.Totals()
     state = state if start else begun(static_of(getattr(step, "eager", step)), state)
     step = counting(step)
-    try:
+    with ranks.opened(loader, state, where="run_epoch", name="train", seed=seed) as feed:
         for batch in data.prefetch(feed.epoch(epoch, start), data.device_of(state), name="train"):
             state, metrics = check_pair(step(state, batch))
             queue.add(None, handed_out.measured(metrics))
             queue.add_to(total, wait=False)
-    finally:
-        if feed is not loader:
-            feed.close()
     queue.add_to(total, wait=True)
     state = halt_spoilt(state)
     error = halt_error(state)
     if error is not None:
         error.state = before_halt(state)
         raise error
-    return state, metric_queue.as_means(total, queue.kinds, queue.dtype)
+    return state, metric_queue.as_means(total, queue.kinds)
 
 
 def evaluate(
@@ -115,16 +109,10 @@ def evaluate(
         StepContractError: the step did not return a dict of Means.
     """
     _check_callable(eval_step=eval_step, where="evaluate")
-    mesh = ranks.mesh_of(state, where="evaluate")
-    ranks.check_loader(loader, where=name)
-    feed = data.open_feed(loader, name=name, repeats=True, mesh=mesh)
-    try:
+    with ranks.opened(loader, state, where="evaluate", name=name, repeats=True) as feed:
         state = views.to_evaluate(state, view)
         batches = data.prefetch(feed.epoch(0), data.device_of(state), name=name)
         return eval_means(state, batches, eval_step, name=name, watch=watch)
-    finally:
-        if feed is not loader:
-            feed.close()
 
 
 def _check_callable(*, where: str, **steps: Any) -> None:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from .. import data, events, files, parallel
 from ..compile import LiveState, MetricVector, as_dict, eager_program, released, set_batch_sizes, states
-from ..diagnostics import purity
 from ..errors import (
     NonFiniteError,
     PurestepError,
@@ -29,7 +28,6 @@ from ..state import views
 from ..step import remember_unreached
 from ..types import Metrics, Program, Tree
 from . import (
-    accounting,
     decisions,
     environment,
     inputs,
@@ -39,8 +37,9 @@ from . import (
     resume,
     train_call,
 )
-from .accounting import with_best
+from .accounting import Accounting, with_best
 from .callbacks import Callbacks
+from .decisions import Decisions, JointDecisions
 from .evaluate import eval_means
 from .inputs import Feeds
 from .loop_state import Call, Cell, FitResult, LoopState, cell, joined, with_row
@@ -195,13 +194,15 @@ class _Run:
         self.call = train_call.TrainCall(self.eager, program, self.state, config)
         if snapshots is not None and self.monitor.metric is not None:
             snapshots.track(self.monitor.metric, mode=self.monitor.mode)
-        decisions.check_alike(mesh, lambda: decisions.place_of(loop))
+        place = {"restored step": loop.calls, "epoch": loop.epoch, "batch": loop.batch, "updates": loop.updates}
+        decisions.check_alike(mesh, lambda: place)
         intervals = {name: 1.0 if config.fast_dev_run else config.interval(name) for name in feeds.evaluation}
         self.schedule = EvalSchedule(intervals, feeds.train, window)
-        self.accounting = accounting.opened(config.log_every, self.state, loop)
+        self.accounting = Accounting(config.log_every, self.state, loop)
         self.checkpointer = Checkpointer(snapshots, feeds.train, program, saved=start.saved)
         self.best_state = BestState(self.monitor.kept_by(snapshots), config.resume)
-        self.decisions = decisions.opened(mesh, signals, self.checkpointer, self.accounting, config, feeds.train)
+        deciding = signals, self.checkpointer, config.max_time
+        self.decisions = Decisions(*deciding) if mesh is None else JointDecisions(*deciding, mesh, feeds.train)
         if not self.is_resumed:
             policy.warn_of_short_average(program, config, feeds.train)
 
@@ -303,7 +304,7 @@ class _Run:
         # Evaluate.
         state = self.state
         row: dict[str, Cell] = {"epoch": loop.epoch + (loop.batch > 0), "step": loop.updates}
-        row |= self.accounting.row(loop)
+        row |= self.accounting.row(loop, state)
         history = loop.history
         for name in loaders:
             values = self._evaluate(state, loop, name)
@@ -346,9 +347,7 @@ class _Run:
         loop = self.loop
         self.state, metrics = self.call(self.state, batch, loop)
         self.loop = loop.stepped()
-        self._count(
-            Call(loop.calls + 1, loop.epoch, loop.batch, loop.window_left == 1, purity.versions(batch)), metrics, batch
-        )
+        self._count(Call(loop.calls + 1, loop.epoch, loop.batch, loop.window_left == 1), metrics, batch)
 
     def _flush(self) -> None:
         """Close an open window as the program's tail says. The flush of a user's own program decides itself."""
@@ -393,8 +392,7 @@ class _Run:
     def _explained(self, error: NonFiniteError) -> NonFiniteError:
         """Return the error of a halted state with an explanation."""
         self.state = nonfinite_steps.halt_spoilt(self.state)
-        error, window = nonfinite_steps.without_written(error, self.accounting.window(error.step or 0))
-        frozen = nonfinite_steps.before_halt(self.state)
+        window, frozen = self.accounting.window(error.step or 0), nonfinite_steps.before_halt(self.state)
         return nonfinite_steps.explain(error, frozen, window, self.eager, self.feeds.train)
 
     def _evaluate(self, state: Tree, loop: LoopState, name: str) -> dict[str, float]:

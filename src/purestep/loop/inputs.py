@@ -154,7 +154,8 @@ def checked_state(state: Tree) -> Tree:
     """
     state = plain(state)
     leaves = tree.with_paths(state)
-    wrong = _wrong(leaves)
+    problems = [(path, _unfit(leaf)) for path, leaf in leaves]
+    wrong = [f"{path}: {text}" if path else text for path, text in problems if text]
     if wrong or not leaves:
         raise StateError("; ".join(wrong) or "there is no tensor in it", where="init_state", hint=_CURE)
     _check_counters(state)
@@ -197,11 +198,6 @@ def is_key(path: str, leaf: Tensor) -> bool:
     if path.rpartition("/")[2] != "key" or leaf.dtype != torch.int64:
         return False
     return leaf.shape == (2,) or (path == "key" and leaf.dim() == 2 and leaf.shape[1] == 2)
-
-
-def _wrong(leaves: Iterable[tuple[str, Any]]) -> list[str]:
-    problems = [(path, _unfit(leaf)) for path, leaf in leaves]
-    return [f"{path}: {text}" if path else text for path, text in problems if text]
 
 
 def _unfit(leaf: Any) -> str:
@@ -371,7 +367,7 @@ def checked_answer(state: Tree, answer: Tree, *, copied: bool) -> Tree:
     Raises:
         StateError: something else.
     """
-    expected, given = tree.with_paths(state), _paths_of(answer)
+    expected, given = tree.with_paths(state), tree.with_paths(answer)
     same = [path for path, _ in expected] == [path for path, _ in given] and all(
         isinstance(new, Tensor) and (old.shape, old.dtype) == (new.shape, new.dtype)
         for (_, old), (_, new) in zip(expected, given, strict=True)
@@ -383,13 +379,6 @@ def checked_answer(state: Tree, answer: Tree, *, copied: bool) -> Tree:
             hint="return None, a state of the same structure (event.state._replace(...)), or ps.Stop(reason)",
         )
     return tree.clone(answer) if copied else answer
-
-
-def _paths_of(answer: Any) -> list[tuple[str, Any]]:
-    try:
-        return tree.with_paths(answer)
-    except StateError:  # it contains itself
-        return []
 
 
 # --- callbacks and sinks ----------------------------------------------------------------------------------------------

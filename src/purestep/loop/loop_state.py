@@ -4,7 +4,7 @@ next."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
@@ -82,7 +82,6 @@ class Call(NamedTuple):
     epoch: int
     batch: int  # 0-based within the epoch; -1 for a flush
     closing: bool  # it closed an accumulation window
-    versions: Sequence[int] = ()  # of the batch's leaves after the call, see `purity.versions`
 
     @property
     def place(self) -> str:

@@ -1,9 +1,9 @@
 """A queue that reads metrics back late: steps put tensors in, the host takes numbers out once they have arrived.
 
-The metrics of many calls are packed into one tensor, copied without blocking, and read a fixed number of calls later:
-which call reads them depends on no clock and no device, so a run is repeated exactly, on several processes too. By then
-the copy has arrived, unless the host is `LAG` calls ahead of the device, where it waits. A copy from the CPU's memory
-is read at once.
+The metrics of `EVERY` calls are packed into one tensor, copied without blocking, and read `LAG` calls later: which call
+reads them depends on no clock, no device and no size of a batch, so a run is repeated exactly, on several processes
+too. By then the copy has arrived, unless the host is `LAG` calls ahead of the device, where it waits. A copy from the
+CPU's memory is read at once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from ..errors import StepContractError
 from ..state import base_name, entry_name, vector_name
 from ..types import Mean, Metrics
 
-LAG = 8
+EVERY = 16
+"""Calls whose metrics are copied together."""
+LAG = 4
 """Calls between the start of a copy from a device and its read."""
 
 Totals = dict[str, tuple[float, float]]
@@ -76,39 +78,30 @@ class _Copy(NamedTuple):
 
 
 class MetricQueue:
-    """A queue of metrics on their way to the host.
+    """A queue of metrics on their way to the host."""
 
-    Args:
-        depth: calls that are packed together, >= 1.
-    """
-
-    def __init__(self, depth: int = 64) -> None:
-        self.depth = depth
-        self._calls = 0
+    def __init__(self) -> None:
         self.kinds: Kinds = {}
-        self.dtype = torch.float32  # float64 if a metric was
-        self._waiting: list[Metrics | MetricVector] = []
-        self._tags: list[Any] = []
+        self._calls = 0
+        self._waiting: list[tuple[Any, Metrics | MetricVector]] = []  # for the start of their copy
         self._copies: deque[_Copy] = deque()
 
     def add(self, tag: Any, metrics: Metrics | MetricVector) -> None:
         """Put in the metrics of a call."""
-        waiting = self._waiting
-        waiting.append(metrics)
-        self._tags.append(tag)
+        self._waiting.append((tag, metrics))
         self._calls += 1
-        if len(waiting) >= self.depth:
+        if len(self._waiting) == EVERY:
             self.start_copy()
 
     def start_copy(self) -> None:
         """Start to copy all metrics that wait for it."""
         if not self._waiting:
             return
-        tags, waiting, self._tags, self._waiting = self._tags, self._waiting, [], []
+        tags, waiting = [tag for tag, _ in self._waiting], [metrics for _, metrics in self._waiting]
+        self._waiting = []
         if all(type(metrics) is MetricVector for metrics in waiting):
-            stacked = cast("list[MetricVector]", waiting)
-            self.dtype = torch.promote_types(self.dtype, stacked[0].numbers.dtype)
-            packed, columns = torch.cat([metrics.numbers for metrics in stacked]), [m.columns for m in stacked]
+            vectors = cast("list[MetricVector]", waiting)
+            packed, columns = torch.cat([one.numbers for one in vectors]), [one.columns for one in vectors]
         else:
             packed, columns = self._packed([as_dict(metrics) for metrics in waiting])
         numbers, event = _to_host(packed)
@@ -120,8 +113,6 @@ class MetricQueue:
             self.kinds |= {name: type(mean) for name, mean in metrics.items() if type(mean) is not Mean}
         parts = [part for metrics in waiting for mean in metrics.values() for part in (mean[0], mean[1])]
         kinds = {(part.dim(), part.dtype) for part in parts}
-        if any(dtype == torch.float64 for _, dtype in kinds):
-            self.dtype = torch.float64
         are_scalars = len(kinds) == 1 and parts[0].dim() == 0
         if are_scalars:
             packed = torch.stack(parts)
@@ -264,12 +255,10 @@ def averaged(values: Mapping[str, float]) -> dict[str, float]:
     return averaged({**values, **means})
 
 
-def as_means(
-    totals: Totals, kinds: Mapping[str, type[Mean]] = _NO_KINDS, dtype: torch.dtype = torch.float32
-) -> Metrics:
-    """Return totals as metrics on the host."""
+def as_means(totals: Totals, kinds: Mapping[str, type[Mean]]) -> Metrics:
+    """Return totals as metrics on the host, in float64."""
     plain, finished = _finished(totals, kinds)
-    made = {name: Mean(*(torch.tensor(part, dtype=dtype) for part in sums)) for name, sums in plain.items()}
+    made = {name: Mean(*(torch.tensor(part, dtype=torch.float64) for part in sums)) for name, sums in plain.items()}
     return made | finished
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import data, tree
 from ..compile import is_state, states
-from ..diagnostics import Repeated, bad_leaves, purity, repeated, replay
+from ..diagnostics import Repeated, bad_leaves, repeated, replay
 from ..errors import NonFiniteError, PurestepError
 from ..files import subdirectory
 from ..parallel import mesh as meshes
@@ -143,21 +143,6 @@ def before_halt(state: Tree) -> Tree:
 # --- explain ----------------------------------------------------------------------------------------------------------
 
 
-def without_written(
-    error: NonFiniteError, window: list[tuple[Call, Any]]
-) -> tuple[NonFiniteError, list[tuple[Call, Any]]]:
-    """Return the error and the window, without its batches and with a note if one was written after its call, as
-    by a loader that refills one buffer. Writes to memory of numpy do not show."""
-    if all(batch is None or purity.versions(batch) == list(call.versions) for call, batch in window):
-        return error, window
-    found = _like(
-        error,
-        f"{error.what}; the cause is unknown, because the batch was written in place after the call",
-        hint=f"yield new tensors from the loader (x.clone()) to find the cause; {error.hint}",
-    )
-    return found, [(call, None) for call, _ in window]
-
-
 def explain(
     error: NonFiniteError, frozen: Tree, window: list[tuple[Call, Any]], program: Program, feed: data.Feed
 ) -> NonFiniteError:
@@ -174,27 +159,30 @@ def explain(
     """
     if meshes.current_mesh() is not None:
         return explain_from(error, processes.gathered(_bad_in(window)), window[-1][0].place if window else "")
-    held = [(index, *one) for index, one in enumerate(window) if one[1] is not None]
+    held = [one for one in window if one[1] is not None]
     if not isinstance(frozen, TrainState) or not held or error.step is None:
         return error
     if many := stacked.size(frozen):
         return _like(error, f"all {many} members have halted; {error.what}")
     size = program.static.accumulate if program.static else 1
-    calls = [(call, state_before(frozen, window, index, size), batch) for index, call, batch in held]
-    grads: Params = {}
+    state, grads = _window_start(frozen, window, size), Params()
     step = _collecting(program, grads)
     try:
-        call, state, batch = next((one for one in calls[:-1] if _fails(step(*one[1:])[0])), calls[-1])
-        found = repeated(step, state, batch)
+        for call, batch in held:
+            found = repeated(step, state, batch)
+            before, state = state, found.result[0]
+            is_last = call is held[-1][0]
+            if is_last and window[-1][1] is None and program.flush is not None:
+                state, _ = program.flush(state)
+            if halts(state) or _is_spoilt(state):
+                return _explained(error, call, before, batch, found, grads, feed.indices(call.epoch, call.batch))
     except Exception as failed:
         _log.info("the step that halted fails in eager mode, so it is not explained: %s", failed)
         return error
-    return _explained(error, call, state, batch, found, grads, feed.indices(call.epoch, call.batch))
-
-
-def _fails(state: TrainState) -> bool:
-    """True if a call on an empty window alone led to a state that halts."""
-    return bool(halts(state)) or _is_spoilt(state)
+    hint = f"yield new tensors from the loader (x.clone()), not one buffer that it writes again; {error.hint}"
+    return _like(
+        error, f"{error.what}; the cause is unknown, because the call is finite when it is repeated", hint=hint
+    )
 
 
 def _collecting(program: Program, grads: Params) -> Any:
@@ -208,26 +196,22 @@ def _collecting(program: Program, grads: Params) -> Any:
     return program.train_step if own is None else own.made.steps(Form(lambda stored: stored, collect)).train_step
 
 
-def state_before(frozen: TrainState, window: list[tuple[Call, Any]], index: int, accumulate: int) -> TrainState:
-    """Return the frozen state as it was before a call of the window, as far as gradients depend on it.
+def _window_start(frozen: TrainState, window: list[tuple[Call, Any]], accumulate: int) -> TrainState:
+    """Return the frozen state as it was before the first call of the window, as far as gradients depend on it.
 
     Args:
         frozen: before the call that ended the window.
-        window: the calls, and what belongs to them.
-        index: of the call.
+        window: the calls that are known.
         accumulate: calls in a window.
     """
     end = window[-1][0]
-    earlier = end.number - window[index][0].number
-    # A flush closes a window at any position, a step closes it with its last micro-batch.
-    left = accumulate - index if end.batch < 0 else 1 + earlier
-    key = frozen.key - torch.tensor([0, earlier], dtype=torch.int64)
-    before = frozen._replace(step=frozen.step - earlier, key=key)
+    earlier = end.number - window[0][0].number
+    before = frozen._replace(step=frozen.step - earlier, key=frozen.key - torch.tensor([0, earlier]))
     if isinstance(frozen.accum, Empty):
         return before
-    # Empty, so that an earlier micro-batch does not spoil the result of this one.
-    clean = tree.map(torch.zeros_like, frozen.accum)
-    return before._replace(accum=clean._replace(left=torch.full_like(clean.left, left)))
+    # A flush closes a window at any position, a step closes it with its last micro-batch.
+    left = torch.full_like(frozen.accum.left, accumulate if end.batch < 0 else 1 + earlier)
+    return before._replace(accum=tree.map(torch.zeros_like, frozen.accum)._replace(left=left))
 
 
 def _explained(
@@ -275,7 +259,7 @@ def explain_from(error: NonFiniteError, bad: list[list[str] | None], where: str)
         where: the place in the data, "" if it is unknown.
     """
     texts = [f"process {rank}: {', '.join(leaves[:_SHOWN])}" for rank, leaves in enumerate(bad) if leaves]
-    cause = f"; not finite in {'; '.join(texts)}" if texts else "; the batches of all processes are finite"
+    cause = f"; not finite in {'; '.join(texts)}" if texts else "; the batches of all processes are finite now"
     if not texts and None in bad:
         cause = f"; the batch of process {bad.index(None)} is unknown"
     return _like(error, f"{error.what}{cause}", where=where or error.where)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from .. import parallel
+from .. import data, parallel
 from ..compile import states
 from ..errors import RankError
 from ..metrics import Gathered
@@ -86,6 +86,22 @@ def check_loader(loader: Any, *, where: str) -> None:
                 hint="DataLoader(dataset, batch_size=32, shuffle=True), with the size of the whole batch, which "
                 "shuffles again in each epoch",
             )
+
+
+@contextmanager
+def opened(
+    loader: Any, state: Tree, *, where: str, name: str, program: Program | None = None, **how: Any
+) -> Generator[data.Feed]:
+    """Open a loader for a function on this state (see `mesh_of`), and close it behind it, unless it is a `Feed` of the
+    caller. `data.open_feed` takes ``how``."""
+    mesh = mesh_of(state, where=where, program=program)
+    check_loader(loader, where=name)
+    feed = data.open_feed(loader, name=name, mesh=mesh, **how)
+    try:
+        yield feed
+    finally:
+        if feed is not loader:
+            feed.close()
 
 
 @contextmanager

@@ -237,7 +237,7 @@ def first(function: Callable[[], T]) -> T:
 
     Example:
         >>> first(lambda: 3), together(lambda: 4)
-        (3, [4])
+        (3, 4)
     """
     if (mesh := meshes.here()).size == 1:
         return function()
@@ -248,22 +248,22 @@ def first(function: Callable[[], T]) -> T:
     return cast(T, value)
 
 
-def together(function: Callable[[], T], *, mild: type[Exception] | tuple[type[Exception], ...] = ()) -> list[T]:
-    """Call the function in every process, and return all values by rank, or raise one error in all processes.
+def together(function: Callable[[], T], *, mild: type[Exception] | tuple[type[Exception], ...] = ()) -> T:
+    """Call the function in every process, and return the value of this one, or raise one error in all processes.
 
     Args:
-        function: its value is copied to the other processes: plain values, lists and tuples.
+        function: of any value.
         mild: of several errors, the first one of another type is raised.
     """
     if (mesh := meshes.here()).size == 1:
-        return [function()]
+        return function()
     value, own = _outcome(function)
-    found = gathered((value, error_sent(own)))
-    failed = [(rank, error_received(sent, rank=rank)) for rank, (_, sent) in enumerate(found) if sent is not None]
+    errors_sent = gathered(error_sent(own))
+    failed = [(rank, error_received(sent, rank=rank)) for rank, sent in enumerate(errors_sent) if sent is not None]
     if failed:
         rank, error = min(failed, key=lambda entry: (isinstance(entry[1], mild), entry[0]))
         raise own if rank == mesh.rank and own is not None else error
-    return [cast(T, value) for value, _ in found]
+    return cast(T, value)
 
 
 def _outcome(function: Callable[[], T]) -> tuple[T | None, Exception | None]:

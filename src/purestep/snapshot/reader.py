@@ -124,12 +124,11 @@ def load(folder: Path, manifest: Manifest, part: int, paths: Iterable[str]) -> d
     stored = manifest.stored(part)
     place = parts.folder(folder, manifest.parts, part)
     shapes = {path: manifest.leaves[path].stored_shape(stored[path]) for path in paths}
-    wanted = {path: (manifest.leaves[path].dtype, shape) for path, shape in shapes.items()}
     try:
-        values = orbax_io.read(place, wanted) if wanted else {}
+        values = orbax_io.read(place, shapes) if shapes else {}
     except Exception as error:
         raise manifests.unreadable(place, error) from error
-    for path in wanted:
+    for path in shapes:
         manifests.check_values(path, manifest.leaves[path], stored[path], values.get(path), where=str(place))
     return values
 

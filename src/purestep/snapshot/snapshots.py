@@ -7,9 +7,9 @@ import os
 import secrets
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from .. import tree
 from ..errors import ConfigError, Corrupt, NotFound, RankError, SnapshotError, WriteFailed
@@ -26,9 +26,6 @@ from .versions import environment
 from .writer import Background
 
 _log = logging.getLogger("purestep")
-
-
-T = TypeVar("T")
 _SAME = (
     "build the same program in every process, and call save(int(state.step), state) in each after the same call of the "
     "step"
@@ -68,10 +65,10 @@ class Snapshots:
     called by one process, or while an error ends it. `wait` returns in every process after the commit, or raises the
     same error. All processes list the same steps after `wait`.
 
-    The first save, or the first restore of a leaf above 1 MB, imports orbax and JAX. They add a handler to the root
-    logger (call `logging.basicConfig` before) and start threads. JAX's warning at later forks of workers, which never
-    use it, is filtered out, unless your program imports JAX itself, before. JAX is kept off the GPU's memory, unless it
-    runs already or its platforms are set (``JAX_PLATFORMS``, or ``jax_platforms`` of ``jax.config``).
+    The first save imports orbax and JAX. They add a handler to the root logger (call `logging.basicConfig` before) and
+    start threads. JAX's warning at later forks of workers, which never use it, is filtered out, unless your program
+    imports JAX itself, before. JAX is kept off the GPU's memory, unless it runs already or its platforms are set
+    (``JAX_PLATFORMS``, or ``jax_platforms`` of ``jax.config``).
 
     Args:
         directory: the directory. `open` creates it: on entering ``with``, in `fit`, or at the first save.
@@ -426,14 +423,14 @@ class Snapshots:
             return _Plan(manifest, dict(zip(paths, leaves, strict=True)), kinds, spread)
 
         try:
-            manifest, leaves, kinds, spread = _together(plan)
+            manifest, leaves, kinds, spread = processes.together(plan)
             if here.size > 1:
                 described = [(path, leaf.text()) for path, leaf in parts.described(kinds, spread).items()]
                 found = zlib.crc32(repr((described, spread.parts, spread.sums)).encode())
                 facts = {"the step": manifest.step, "the checksum of the leaves' names and shapes": found}
                 processes.check_same(facts, where=str(self.directory), hint=_SAME)
             leaves = parts.completed(leaves, spread)
-            _together(lambda: self._copy(manifest.step, leaves, spread))
+            processes.together(lambda: self._copy(manifest.step, leaves, spread))
         except WriteFailed as error:
             return self._report(error)
         before = self._background.take_error()  # of the previous save: all processes have the same
@@ -512,7 +509,7 @@ class Snapshots:
 
     def _read_together(self, template: Tree, step: int, prefixes: set[str] | None) -> Snapshot:
         """Read a step in every process, or raise one error in all: a step is intact if every process can read it."""
-        return _together(lambda: self._read(template, step, prefixes), mild=Corrupt)
+        return processes.together(lambda: self._read(template, step, prefixes), mild=Corrupt)
 
     def _read(self, template: Tree, step: int, prefixes: set[str] | None) -> Snapshot:
         folder = directory.place(self.directory, step)
@@ -548,13 +545,6 @@ class Snapshots:
         if is_writer := self._is_writer and not self._closed:
             self.open()
         processes.first(lambda: directory.pass_over(self.directory, damaged, used, rename=is_writer))
-
-
-def _together(function: Callable[[], T], *, mild: type[Exception] | tuple[type[Exception], ...] = ()) -> T:
-    """Call the function in every process, and return the value of this one, or raise one error in all processes."""
-    own: list[T] = []
-    processes.together(lambda: own.append(function()), mild=mild)
-    return own[0]
 
 
 def _no_memory(error: Exception, step: int, where: Path) -> WriteFailed | None:

@@ -107,8 +107,16 @@ def size(state: Tree) -> int:
     return step.shape[0] if isinstance(step, Tensor) and step.dim() == 1 else 0
 
 
-def check_single(state: TrainState, *, where: str) -> None:
-    """Raise StateError for the state of an ensemble, where a function takes the state of one model."""
+def check_train_state(state: Any, *, where: str) -> None:
+    """Raise StateError for anything else than a TrainState."""
+    if not isinstance(state, TrainState):
+        what = f"the state is a {type(state).__name__}, not a TrainState"
+        raise StateError(what, where=where, hint="program.init()")
+
+
+def check_single(state: Any, *, where: str) -> None:
+    """Raise StateError for the state of an ensemble, where a function takes the TrainState of one model."""
+    check_train_state(state, where=where)
     if size(state):
         raise StateError(
             f"the state is that of an ensemble of {size(state)} members",

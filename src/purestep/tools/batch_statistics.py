@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .. import data
-from ..errors import ConfigError, StateError
+from ..errors import ConfigError
 from ..loop import ranks
 from ..state import stacked
 from ..types import Program, TrainState
@@ -51,10 +51,7 @@ def refresh_batchnorm(
         StateError: the state is no TrainState of one model, or has no average for the view "ema".
     """
     where = "refresh_batchnorm"
-    if not isinstance(state, TrainState):  # pyright: ignore[reportUnnecessaryIsInstance]  # may be of any type
-        raise StateError(f"the state is a {type(state).__name__}, not a TrainState", where=where, hint="program.init()")
-    mesh = ranks.mesh_of(state, where=where, program=program)
-    ranks.check_loader(loader, where=name)
+    stacked.check_train_state(state, where=where)
     if program.static is None or program.static.made.statistics is None:
         raise ConfigError(
             "the program has no model", where=where, hint="pass the program that ps.program(...) returned"
@@ -70,15 +67,12 @@ def refresh_batchnorm(
     found = program.static.made.statistics(state, view)
     if not found.names:
         return state
-    feed = data.open_feed(loader, name=name, seed=int(state.key[0]), repeats=True, mesh=mesh)
-    try:
+    how: dict[str, Any] = {"program": program, "seed": int(state.key[0]), "repeats": True}
+    with ranks.opened(loader, state, where=where, name=name, **how) as feed:
         for index, batch in enumerate(data.prefetch(feed.epoch(0), data.device_of(state), name=name)):
             try:
                 found.add(batch, index)
             except Exception as error:
                 error.add_note(f"in {where}, {name}, batch {index + 1}")
                 raise
-    finally:
-        if feed is not loader:
-            feed.close()
     return found.state()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -98,13 +97,8 @@ def summary(program: Program, state: TrainState, batch: Any = None) -> ModelSumm
         ConfigError: with a batch, the program is compiled: the counter does not see compiled kernels.
         StateError: the state is no TrainState, is spread over processes, or halted.
     """
-    value: Any = state
-    if not isinstance(value, TrainState):
-        raise StateError(
-            f"the state is a {type(value).__name__}, not a TrainState", where="summary", hint="program.init()"
-        )
-    state = TrainState(*state)
     stacked.check_single(state, where="summary")
+    state = TrainState(*state)
     if not isinstance(state.placement, Empty):
         raise StateError("the state is spread over processes", where="summary", hint="pass ps.full(state)")
     rows = _rows(program, state)
@@ -122,9 +116,11 @@ def summary(program: Program, state: TrainState, batch: Any = None) -> ModelSumm
 
 def _rows(program: Program, state: TrainState) -> list[ModuleRow]:
     named = {**state.params, **state.frozen}
-    order = list(named) if program.static is None else _in_order(program, named)
+    static = program.static
+    # Trained and frozen parameters may alternate in a module.
+    order = dict.fromkeys([*(() if static is None else (*static.trained, *static.frozen)), *named])
     modules: dict[str, list[str]] = {}
-    for name in order:
+    for name in filter(named.__contains__, order):
         modules.setdefault(name.rpartition(".")[0], []).append(name)
     return [
         ModuleRow(
@@ -135,13 +131,6 @@ def _rows(program: Program, state: TrainState) -> list[ModuleRow]:
         )
         for module, names in modules.items()
     ]
-
-
-def _in_order(program: Program, named: Mapping[str, Tensor]) -> list[str]:
-    """Names with those of one module together: trained and frozen parameters may alternate in a model."""
-    static = program.static
-    known = [*static.trained, *static.frozen] if static is not None else []
-    return [*(name for name in known if name in named), *(name for name in named if name not in known)]
 
 
 def _counted(program: Program, state: TrainState, batch: Any) -> tuple[int, int]:

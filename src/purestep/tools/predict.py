@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from .. import data, rng, tree
-from ..errors import ConfigError, DataError, StateError, StepContractError
+from ..errors import ConfigError, DataError, StepContractError
 from ..loop import ranks
 from ..objective import call_model, split_batch
 from ..parallel import processes
@@ -78,9 +79,7 @@ def predict(
         StepContractError: outputs that cannot be concatenated: a list, a leaf that is no tensor, or batches that differ
             in structure or in a dimension other than 0.
     """
-    _check_state(state)
-    mesh = ranks.mesh_of(state, where="predict", program=program)
-    ranks.check_loader(loader, where=name)
+    stacked.check_train_state(state, where="predict")
     if program.bind is None:
         raise ConfigError(
             "the program has no bind", where="predict", hint="ps.Program(train_step, bind=...), or ps.program(...)"
@@ -89,9 +88,13 @@ def predict(
     split, run = prepare or _inputs_of, forward or call_model
     outputs_of: Callable[..., Any] = untouched(lambda model, rows: run(model, split(rows)[0]))
     collected = _Outputs(name, rows=1 if stacked.size(state) else 0)
-    opened = data.open_feed(loader, name=name, repeats=True, mesh=mesh)
-    feed = opened.in_order()
-    try:
+    with ExitStack() as stack:
+        opened = stack.enter_context(
+            ranks.opened(loader, state, where="predict", name=name, program=program, repeats=True)
+        )
+        feed = opened.in_order()
+        if feed is not opened:
+            stack.callback(feed.close)
         for index, batch in enumerate(data.prefetch(feed.epoch(0), data.device_of(state), name=name)):
             rows, counts = batch.rows if isinstance(batch, Share) else batch, ranks.has_rows(batch)
             try:
@@ -104,18 +107,7 @@ def predict(
                 collected.add(outputs, index, counts=counts)
             elif counts:
                 callback(outputs, rows, index)
-    finally:
-        for one in {id(feed): feed, id(opened): opened}.values():
-            if one is not loader:
-                one.close()
     return None if callback is not None else collected.joined()
-
-
-def _check_state(state: Any) -> None:
-    if not isinstance(state, TrainState):
-        raise StateError(
-            f"the state is a {type(state).__name__}, not a TrainState", where="predict", hint="program.init()"
-        )
 
 
 def _inputs_of(batch: Any) -> tuple[Any, Any]:

@@ -98,9 +98,7 @@ def find_learning_rate(
     """
     _check_numbers(low, high, steps, smoothing, divergence)
     stacked.check_single(state, where="find_learning_rate")
-    mesh = ranks.mesh_of(state, where="find_learning_rate", program=program)
     state = _checked(state, leaf, low)
-    ranks.check_loader(loader, where=name)
     source = loader.loader if isinstance(loader, loaders.Sharded) else loader
     if isinstance(source, Iterator):
         raise DataError(
@@ -110,23 +108,22 @@ def find_learning_rate(
         )
     window = program.static.accumulate if program.static is not None else 1
     rates, losses, smooth = list[float](), list[float](), 0.0
-    feed = data.open_feed(loader, name=name, seed=int(state.key[0]), repeats=True, mesh=mesh)
-    try:
-        with closing(_endless(feed, data.device_of(state), name)) as batches:
-            for index in range(steps):
-                rate = low * (high / low) ** (index / (steps - 1))
-                state, loss = _update(program, _with_rate(state, leaf, rate), batches, window)
-                loss = processes.from_process(loss, 0)  # all processes end at one rate
-                if not math.isfinite(loss) or _is_halted(state):
-                    return _result(rates, losses, rate)
-                smooth = smoothing * smooth + (1 - smoothing) * loss
-                rates.append(rate)
-                losses.append(smooth / (1 - smoothing ** (index + 1)))
-                if divergence is not None and index > 0 and losses[-1] > divergence * min(losses):
-                    return _result(rates, losses, rate)
-    finally:
-        if feed is not loader:
-            feed.close()
+    how: dict[str, Any] = {"program": program, "seed": int(state.key[0]), "repeats": True}
+    with (
+        ranks.opened(loader, state, where="find_learning_rate", name=name, **how) as feed,
+        closing(_endless(feed, data.device_of(state), name)) as batches,
+    ):
+        for index in range(steps):
+            rate = low * (high / low) ** (index / (steps - 1))
+            state, loss = _update(program, _with_rate(state, leaf, rate), batches, window)
+            loss = processes.from_process(loss, 0)  # all processes end at one rate
+            if not math.isfinite(loss) or _is_halted(state):
+                return _result(rates, losses, rate)
+            smooth = smoothing * smooth + (1 - smoothing) * loss
+            rates.append(rate)
+            losses.append(smooth / (1 - smoothing ** (index + 1)))
+            if divergence is not None and index > 0 and losses[-1] > divergence * min(losses):
+                return _result(rates, losses, rate)
     return _result(rates, losses, None)
 
 
@@ -140,11 +137,9 @@ def _check_numbers(low: Any, high: Any, steps: Any, smoothing: Any, divergence: 
         check_range(where, 1, ends="()", cure="divergence=4.0", divergence=divergence)
 
 
-def _checked(state: Any, leaf: str, rate: float) -> TrainState:
+def _checked(state: TrainState, leaf: str, rate: float) -> TrainState:
     """Return a copy of a state that can train and whose learning rate can change."""
     where = "find_learning_rate"
-    if not isinstance(state, TrainState):
-        raise StateError(f"the state is a {type(state).__name__}, not a TrainState", where=where, hint="program.init()")
     if _is_halted(state):
         raise StateError("the state halted, so a step would do nothing", where=where, hint="program.init()")
     try:
