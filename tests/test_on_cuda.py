@@ -414,12 +414,10 @@ class TestDerivatives:
         chosen = ps.program(tiny_mlp(), CROSS_ENTROPY, optim.sgd(0.1))
         state, batch = chosen.init(device="cpu"), vector_batch(8)
         there = chosen.init(device="cuda"), on_cuda(batch)
-        for kind in (ps.curvature.hessian, ps.curvature.gauss_newton):
-            product = kind(chosen)
-            with no_waiting():
-                found = product(*there, there[0].params)
-            assert_trees_close(tree.map(Tensor.cpu, found), product(state, batch, state.params), rtol=1e-4, atol=1e-5)
         product = ps.curvature.hessian(chosen)
+        with no_waiting():
+            found = product(*there, there[0].params)
+        assert_trees_close(tree.map(Tensor.cpu, found), product(state, batch, state.params), rtol=1e-4, atol=1e-5)
         largest = ps.curvature.eigenvalues(lambda v: product(*there, v), there[0].params)
         expected = ps.curvature.eigenvalues(lambda v: product(state, batch, v), state.params)
         torch.testing.assert_close(largest.values, expected.values, rtol=1e-3, atol=1e-4)

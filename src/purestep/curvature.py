@@ -1,25 +1,22 @@
-"""Products with the Hessian and the Gauss-Newton matrix of a program's loss; eigenvalues and the trace from products.
+"""Products with the Hessian of a program's loss; eigenvalues and the trace of a matrix from its products with vectors.
 
-No matrix is stored: a product costs about two to four gradients.
+No matrix is stored: a product costs about two gradients.
 """
 
 from __future__ import annotations
 
-import enum
-import functools
 import importlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from . import rng, tree
+from . import rng
 from .analysis import explained, plain_functions
-from .errors import ConfigError, StateError, StepContractError
-from .model import functional
+from .errors import ConfigError, StateError
 from .state import check_choice, check_count, check_range
 from .step import check_state, drawn_in_step, parts_for, wide
 from .types import Params, Program, TrainState
@@ -42,37 +39,6 @@ class Trace(NamedTuple):
 
     mean: Tensor  # shape=(), at least float32
     standard_error: Tensor  # shape=(): of the mean; nan for a single sample
-
-
-class _Recording(functional.Bound):
-    """A pure call that keeps the outputs of every call of the model, not of the objective's own module."""
-
-    __slots__ = ("outputs",)
-
-    def __init__(
-        self, template: functional.Template, params: Params, frozen: Params, buffers: Params, *, train: bool
-    ) -> None:
-        super().__init__(template, params, frozen, buffers, train=train)
-        self.outputs: list[Any] = []
-
-    def _run(self, target: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        output = super()._run(target, method, args, kwargs)
-        if target == "model":
-            self.outputs.append(output)
-        return output
-
-
-class _Given(functional.Bound):
-    """A pure call that returns stored outputs, in order, in place of calling the model."""
-
-    __slots__ = ("_outputs",)
-
-    def __init__(self, *args: Any, train: bool, outputs: Iterable[Any]) -> None:
-        super().__init__(*args, train=train)
-        self._outputs = iter(outputs)
-
-    def _run(self, target: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return next(self._outputs) if target == "model" else super()._run(target, method, args, kwargs)
 
 
 def hessian(program: Program, *, train: bool = True) -> Callable[..., Params]:
@@ -125,101 +91,6 @@ def hessian(program: Program, *, train: bool = True) -> Callable[..., Params]:
         return drawn_in_step(state, run)
 
     return product
-
-
-def gauss_newton(program: Program, *, train: bool = True) -> Callable[..., Params]:
-    r"""Return a function that multiplies the Gauss-Newton matrix of the loss of a batch by a vector.
-
-    :math:`G = J^\top H_z J`: the Jacobian :math:`J` of all floating outputs :math:`z` that the objective gets from
-    ``model(...)`` and ``model.call(...)``, and the Hessian :math:`H_z` of the loss as a function of them (Schraudolph,
-    2002). Terms of the objective in ``model.params`` itself (a penalty) count with their exact Hessian. For cross
-    entropy and squared error G is positive semidefinite, and equals the Fisher matrix of the model's distribution.
-
-    Compiling, dropout and attention are as for `hessian`.
-
-    Args:
-        program: from `program`, not distributed.
-        train: run the module in train mode. False: eval mode, with running statistics and without dropout.
-
-    Returns:
-        ``(state, batch, vector, *context) -> product``, as `hessian`.
-
-    Raises:
-        ConfigError: the program has no objective or is distributed.
-        StateError: from the function: as for `hessian`.
-        StepContractError: from the function: as for `hessian`; the model computes the loss itself (a scalar output, as
-            for `hf_loss`), so its outputs before the loss are unknown.
-
-    Example:
-        >>> import torch, purestep as ps
-        >>> net = torch.nn.Linear(2, 1, bias=False)
-        >>> program = ps.program(net, ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
-        >>> product = ps.curvature.gauss_newton(program)
-        >>> batch = torch.eye(2), torch.zeros(2, 1)
-        >>> product(program.init(device="cpu"), batch, {"weight": torch.tensor([[3.0, 4.0]])})
-        {'weight': tensor([[3., 4.]])}
-    """
-    parts = parts_for(program, "curvature.gauss_newton")
-
-    def product(state: TrainState, batch: Any, vector: Params, *context: Any) -> Params:
-        """``(state, batch, vector, *context) -> product``."""
-        state = check_state(state)
-        vector = _named("vector", vector, state.params, "pass a dict with the names and shapes of state.params")
-        structure: list[Any] = []  # the structure of the outputs, and their leaves that are no tensors
-
-        def outputs(params: Params) -> tuple[list[Tensor], list[Tensor]]:
-            bound = parts.loss(params, state, batch, context, train=train, kind=_Recording)[1]
-            assert isinstance(bound, _Recording)
-            leaves, treedef = tree.flatten(tree.dicts(bound.outputs, where=None))
-            structure[:] = [treedef, [_kept(leaf) for leaf in leaves]]
-            floating = [leaf for leaf, kept in zip(leaves, structure[1], strict=True) if kept is _Place.FLOATING]
-            _check_outputs(floating)
-            return floating, [leaf for leaf, kept in zip(leaves, structure[1], strict=True) if kept is _Place.OTHER]
-
-        def mean(outputs: list[Tensor], params: Params, rest: list[Tensor]) -> Tensor:
-            given = {_Place.FLOATING: iter(outputs), _Place.OTHER: iter(rest)}
-            leaves = [next(given[kept]) if isinstance(kept, _Place) else kept for kept in structure[1]]
-            kind = functools.partial(_Given, outputs=tree.unflatten(structure[0], leaves))
-            return parts.loss(params, state, batch, context, train=train, kind=kind)[0].mean
-
-        def run() -> Params:
-            with explained("curvature.gauss_newton", _CURE), plain_functions.differentiable():
-                found, pull, rest = _vjp(outputs, state.params, has_aux=True)
-                # J v is the derivative of the linear function u -> J^T u: one forward pass, one dropout mask.
-                _, push = _vjp(lambda u: pull(u)[0], [torch.zeros_like(z) for z in found])
-                (tangents,) = push(vector)
-                gradient = torch.func.grad(functools.partial(mean, rest=rest), argnums=(0, 1))
-                _, multiply = _vjp(gradient, found, state.params)
-                curved, own = multiply((tangents, vector))
-                (product,) = pull(curved)
-                return {name: value + own[name] for name, value in product.items()}
-
-        return drawn_in_step(state, run)
-
-    return product
-
-
-class _Place(enum.Enum):
-    """The place of a tensor among the leaves of the outputs."""
-
-    FLOATING = 0
-    OTHER = 1
-
-
-def _kept(leaf: Any) -> Any:
-    """The place of a tensor; another leaf itself."""
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return _Place.FLOATING if leaf.is_floating_point() else _Place.OTHER
-
-
-def _check_outputs(floating: list[Tensor]) -> None:
-    if any(leaf.dim() == 0 for leaf in floating):
-        raise StepContractError(
-            "the model returns a scalar: it computes the loss itself, and the outputs before the loss are unknown",
-            where="curvature.gauss_newton",
-            hint="compute the loss in the objective from the model's outputs, or use ps.curvature.hessian",
-        )
 
 
 def _named(what: str, found: Any, like: Params, hint: str) -> Params:

@@ -6,7 +6,6 @@ Each layer stands in a small net on the CPU, in float64. Columns:
 
 example    `ps.per_example`, equal to single rows to 1e-10
 hessian    `ps.curvature.hessian`, equal to differences of gradients to 1e-6
-gauss      `ps.curvature.gauss_newton`, its quadratic form equal to that of differences of outputs to 1e-6
 vmap       `torch.func.vmap` of a train step over two states, equal to two steps to 1e-10
 meta       `torch.func.grad` through a train step, equal to differences of losses to 1e-6
 
@@ -123,7 +122,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Callable[[nn.M
     "cdist": (nn.Identity, SEQUENCE, lambda layer, x: torch.cdist(x, x.cos())),
 }
 RANDOM = {"RReLU", "Dropout", "Dropout2d", "AlphaDropout", "FractionalMaxPool2d"}
-COLUMNS = ("example", "hessian", "gauss", "vmap", "meta")
+COLUMNS = ("example", "hessian", "vmap", "meta")
 
 
 def pointwise(out: Tensor) -> Tensor:
@@ -181,16 +180,6 @@ def hessian(program: ps.Program, state: ps.TrainState, batch: Tensor, name: str)
     found = ps.curvature.hessian(program)(state, batch, by)
     up, down = (gradient(program, moved(state, by, h), batch) for h in (1e-5, -1e-5))
     close(found, {name: (up[name] - down[name]) / 2e-5 for name in found}, 1e-6)
-
-
-def gauss(program: ps.Program, state: ps.TrainState, batch: Tensor, name: str) -> None:
-    by = direction(state)
-    found = ps.curvature.gauss_newton(program)(state, batch, by)
-    if name not in RANDOM:
-        out, up, down = (program.bind(moved(state, by, h), train=True)(batch).detach() for h in (0.0, 1e-5, -1e-5))
-        slope = torch.func.grad(lambda z: torch.func.grad(lambda z: pointwise(z).sum())(z).sum())(out)
-        expected = (slope * ((up - down) / 2e-5).square()).mean()
-        close(torch.stack([(found[name] * by[name]).sum() for name in by]).sum(), expected, 1e-6)
 
 
 def vmap(program: ps.Program, state: ps.TrainState, batch: Tensor, name: str) -> None:

@@ -254,7 +254,7 @@ class TestErrors:
     def test_several_processes(self):
         chosen = program(tiny_mlp())
         divided = chosen._replace(static=chosen.static._replace(stream=(1,)))
-        for function in (ps.per_example, ps.gradient_noise_scale, ps.curvature.hessian, ps.curvature.gauss_newton):
+        for function in (ps.per_example, ps.gradient_noise_scale, ps.curvature.hessian):
             with pytest.raises(ConfigError, match="several processes"):
                 function(divided)
         with pytest.raises(ConfigError, match="several processes"):

@@ -109,7 +109,7 @@ ROWS = {
     "inference, export": "models.md#inference-and-export",
     "gradients of single examples, influence": "gradients.md#gradients-of-single-examples",
     "differential privacy": "gradients.md#differential-privacy",
-    "sharpness, Hessian, Fisher, trace": "gradients.md#sharpness-hessian-fisher-trace",
+    "sharpness, Hessian, trace": "gradients.md#sharpness-hessian-trace",
     "which batch size is worth it": "gradients.md#the-batch-size-that-is-worth-its-cost",
     "why two runs differ": "nan.md#why-two-runs-differ",
     "profiling": "tools.md#profiling",

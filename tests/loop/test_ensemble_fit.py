@@ -202,7 +202,6 @@ def test_what_takes_one_model_says_so(tmp_path: Path):
         lambda program: ps.per_example(program),
         lambda program: ps.gradient_noise_scale(program),
         lambda program: lambda state, batch: ps.curvature.hessian(program)(state, batch, state.params),
-        lambda program: lambda state, batch: ps.curvature.gauss_newton(program)(state, batch, state.params),
         lambda program: ps.privacy.dp_sgd(program, max_norm=1.0, noise_multiplier=0.0).train_step,
     ]
     for derive in derived:

@@ -19,6 +19,7 @@ EQUAL: list[dict[str, Any]] = [
     {**CASE, "kind": "uneven", "options": {"accumulate": 4}},
     {**CASE, "kind": "uneven", "options": {"engine": "func"}},
     {**CASE, "compiled": {"backend": "aot_eager"}},
+    {**CASE, "compiled": {"backend": "aot_eager"}, "options": {"engine": "func"}},
     {**SHARD, "kind": "uneven"},
     {**SHARD, "kind": "uneven", "units": ["0", "2"]},
 ]

@@ -325,10 +325,9 @@ def bind(
     frozen: Params | None = None,
     buffers: Params | None = None,
     train: bool = False,
-    kind: Callable[..., Bound] = Bound,
 ) -> Bound:
     """Return the pure call with these weights. Buffers are copied, so a forward pass does not change the caller's."""
-    return kind(template, params, frozen or {}, _copied(buffers or {}), train=train)
+    return Bound(template, params, frozen or {}, _copied(buffers or {}), train=train)
 
 
 def _copied(buffers: Params) -> Params:

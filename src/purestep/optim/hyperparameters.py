@@ -179,18 +179,14 @@ def hyperparams(opt_state: Tree) -> dict[str, Tensor]:
 
 
 def _hyperparams(node: Tree, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(node, PartitionState):
-        for label, group in node.groups.items():
-            yield from _hyperparams(group.inner, f"{prefix}{label}/")
-    elif isinstance(node, InjectState):
-        # Last, so that these replace a learning rate from inside: the next update uses them.
-        yield from _hyperparams(node.inner, prefix)
-        yield from ((f"{prefix}{name}", value) for name, value in node.hyperparams.items())
-    elif isinstance(rate := getattr(node, "learning_rate", None), Tensor):
+    if isinstance(rate := getattr(node, "learning_rate", None), Tensor):
         yield f"{prefix}learning_rate", rate
-    elif isinstance(node, tuple):
-        for part in node:  # pyright: ignore[reportUnknownVariableType]  # a chain's state, or any NamedTuple
-            yield from _hyperparams(part, prefix)
+        return
+    for part, within in _children(node, prefix):
+        yield from _hyperparams(part, within)
+    if isinstance(node, InjectState):
+        # Last, so that these replace a learning rate from inside: the next update uses them.
+        yield from ((f"{prefix}{name}", value) for name, value in node.hyperparams.items())
 
 
 def injected(opt_state: Tree) -> dict[str, Tensor]:
@@ -253,27 +249,22 @@ def _leaves(node: Tree, prefix: str) -> Iterator[tuple[str, bool]]:
 
 
 def _children(node: Tree, prefix: str) -> Iterator[tuple[Tree, str]]:
+    """The parts of a state in which hyperparameters may be, each with the prefix of their names."""
     if isinstance(node, PartitionState):
         yield from ((group, f"{prefix}{label}/") for label, group in node.groups.items())
-    elif _has_inner(node):
-        yield node.inner, prefix
-    elif type(node) is tuple:
-        yield from ((part, prefix) for part in node)
-
-
-def _has_inner(node: Tree) -> bool:
-    """True for the state of a transform that wraps another one: `inject`, `masked`, `lookahead`, `schedule_free`."""
-    return "inner" in getattr(type(node), "_fields", ())
+    elif isinstance(node, tuple):  # of a chain, or any NamedTuple
+        yield from ((part, prefix) for part in node)  # pyright: ignore[reportUnknownVariableType]
 
 
 def _replaced(node: Tree, values: Mapping[str, float | Tensor], prefix: str) -> Tree:
     children = [_replaced(part, values, within) for part, within in _children(node, prefix)]
     if isinstance(node, PartitionState):
         return PartitionState(dict(zip(node.groups, children, strict=True)))
-    if isinstance(node, InjectState):
-        old = node.hyperparams.items()
-        new = {name: _fitted(name, values.get(f"{prefix}{name}", value), value) for name, value in old}
-        return node._replace(hyperparams=new, inner=children[0])
-    if _has_inner(node):
-        return node._replace(inner=children[0])
-    return tuple(children) if type(node) is tuple else node
+    if not isinstance(node, tuple):
+        return node
+    new: Any = type(node)(*children) if hasattr(node, "_fields") else tuple(children)
+    if isinstance(new, InjectState):
+        old = new.hyperparams.items()
+        found = {name: _fitted(name, values.get(f"{prefix}{name}", value), value) for name, value in old}
+        return new._replace(hyperparams=found)
+    return new

@@ -56,7 +56,7 @@ def trace(
     """
     if nesterov and not isinstance(dampening, Tensor) and dampening != 0:
         raise ConfigError(f"nesterov=True needs dampening=0, not {dampening}", where="trace", hint="dampening=0.0")
-    is_dampened = isinstance(dampening, Tensor) or dampening != 0
+    is_dampened = is_enabled(dampening)
 
     def init(params: Params) -> TraceState:
         total = zeros_like(params, accumulator_dtype)

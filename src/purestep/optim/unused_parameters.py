@@ -44,13 +44,11 @@ def skip(reached: Reached, params: Params, old: Tree, new: Tree) -> Tree:
 def _restore(reached: Reached, names: Collection[str], old: Any, new: Any) -> Any:
     if isinstance(new, Missed):
         return _count_missed(reached, new)
-    if isinstance(new, InjectState):  # A hyperparameter may have the name of a parameter.
+    if isinstance(new, InjectState | MaskedState):  # A hyperparameter may have the name of a parameter.
         return new._replace(inner=_restore(reached, names, old.inner, new.inner))
     if isinstance(new, PartitionState):  # So may a label.
         groups = {label: _restore(reached, names, old.groups[label], group) for label, group in new.groups.items()}
         return PartitionState(groups)
-    if isinstance(new, MaskedState):
-        return new._replace(inner=_restore(reached, names, old.inner, new.inner))
     if isinstance(new, dict):
         if new and all(key in names for key in new):
             return {key: _select(reached[key], old[key], new[key]) if key in reached else new[key] for key in new}

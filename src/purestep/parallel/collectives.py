@@ -149,7 +149,7 @@ def keep_in_graphs() -> None:
     torch.fx."""
     from torch.fx.node import has_side_effect
 
-    for name in ("all_reduce", "all_gather", "gather_rows", "reduce_scatter"):
+    for name in ("all_reduce", "all_gather", "check_rows", "reduce_scatter"):
         has_side_effect(getattr(torch.ops.purestep, name).default)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from typing import Any
 
 import torch
 from torch import Tensor, library
@@ -57,7 +56,8 @@ def gather(x: Tensor) -> Tensor:
     current.mixes = True
     passes.meet("ps.parallel.gather")
     if tracing.in_graph():
-        return _GatheredRows.apply(x, current.counts)  # pyright: ignore[reportReturnType]
+        _check_rows(x.detach(), current.counts)
+        return collectives.gathered(x, "batch")
     sizes = _sizes(x, current.counts)
     most = max(sizes)
     padded = x[: sizes[meshes.here().batch_rank]]
@@ -86,26 +86,11 @@ def _sizes(x: Tensor, counts: Tensor | None) -> list[int]:
     return sizes[mesh.coordinate("tensor") :: mesh.tensor]
 
 
-class _GatheredRows(torch.autograd.Function):
-    """`_gather_rows` with the gradient of `collectives.gathered`."""
-
-    @staticmethod
-    def forward(value: Tensor, counts: Tensor | None) -> Tensor:
-        return _gather_rows(value, counts, meshes.here().batch_size)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        del ctx, inputs, output
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return collectives.scattered(grads[0], "batch"), None
-
-
-@library.custom_op("purestep::gather_rows", mutates_args=())
-def _gather_rows(value: Tensor, counts: Tensor | None, width: int, after: Tensor | None = None) -> Tensor:
-    """The rows of all processes in a graph, where each has as many."""
-    del width, after
+@library.custom_op("purestep::check_rows", mutates_args=())
+def _check_rows(value: Tensor, counts: Tensor | None, after: Tensor | None = None) -> Tensor:
+    """Check in a graph that each process has as many rows. Returns a number that only gives the next collective its
+    place."""
+    del after
     if not tracing.in_rehearsal():
         sizes = _sizes(value, counts)
         if min(sizes) < max(sizes):
@@ -114,10 +99,10 @@ def _gather_rows(value: Tensor, counts: Tensor | None, width: int, after: Tensor
                 where=_WHERE,
                 hint="a batch size that the number of processes divides, with drop_last=True; or compile=False",
             )
-    return collectives.all_gather(value, "batch")
+    return value.new_zeros(())
 
 
-@_gather_rows.register_fake
-def _(value: Tensor, counts: Tensor | None, width: int, after: Tensor | None = None) -> Tensor:
+@_check_rows.register_fake
+def _(value: Tensor, counts: Tensor | None, after: Tensor | None = None) -> Tensor:
     del counts, after
-    return value.new_empty((value.shape[0] * width, *value.shape[1:]))
+    return value.new_zeros(())

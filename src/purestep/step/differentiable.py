@@ -64,10 +64,9 @@ def parts_of(spec: Spec, with_gradients: Callable[[Callable[..., Micro]], Progra
         context: tuple[Any, ...],
         *,
         train: bool,
-        kind: Callable[..., functional.Bound] = functional.Bound,
     ) -> tuple[Loss, functional.Bound]:
         device = state.step.device
-        bound = functional.bind(spec.template, params, state.frozen, state.buffers, train=train, kind=kind)
+        bound = functional.bind(spec.template, params, state.frozen, state.buffers, train=train)
         bound.values = spec.values_at(state)
         with spec.policy.autocast(device):
             found = spec.objective(bound, spec.policy.cast(tree.dicts(batch)), *context)
