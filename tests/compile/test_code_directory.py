@@ -73,6 +73,48 @@ def test_a_directory_of_others_is_replaced_by_a_private_one_and_said_once(
     assert str(cache) in caplog.text
 
 
+@pytest.mark.parametrize("change", [foreign, everybodys, a_groups])
+@pytest.mark.parametrize("above", ["a", "a/b"])
+def test_nobody_else_may_be_able_to_rename_a_directory_above(
+    change, above: str, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    inner = cache / "a" / "b" / "c"
+    (inner / "purestep").mkdir(parents=True)
+    monkeypatch.setenv(VARIABLE, str(inner))
+    assert code_directory.is_safe(inner / "purestep")
+    change(cache / above, monkeypatch)
+    assert not code_directory.is_safe(inner / "purestep")
+    with caplog.at_level(logging.WARNING, "purestep"):
+        found = code_directory.directory()
+    assert not found.is_relative_to(cache)
+    assert f"{inner} is in {cache / above}, which" in caplog.text
+
+
+def test_the_sticky_bit_of_a_directory_above_is_enough(cache: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(VARIABLE, str(cache / "a" / "b"))
+    (cache / "a").mkdir()
+    (cache / "a").chmod(0o1777)
+    assert code_directory.directory(whole=True) == cache / "a" / "b"
+
+
+def test_a_link_on_the_way_is_followed_once(cache: Path, monkeypatch: pytest.MonkeyPatch):
+    (cache / "a").mkdir()
+    (cache / "link").symlink_to(cache / "a")
+    monkeypatch.setenv(VARIABLE, str(cache / "link" / "b"))
+    assert code_directory.directory() == cache / "a" / "b" == Path(os.environ[VARIABLE])
+
+
+def test_where_others_can_rename_temporary_directories_private_ones_are_at_home(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (cache.parent / "home").mkdir(mode=0o700)
+    monkeypatch.setenv("HOME", str(cache.parent / "home"))
+    (cache.parent / "temporary").chmod(0o777)
+    monkeypatch.delenv(VARIABLE)
+    assert code_directory.directory() == code_directory.private()
+    assert code_directory.private().parent == cache.parent / "home"
+
+
 @pytest.mark.parametrize("change", [foreign, everybodys])
 @pytest.mark.parametrize("place", ["fxgraph", "fxgraph/ab/code.py"])
 def test_nothing_in_the_directory_may_be_of_others(change, place: str, cache: Path, monkeypatch: pytest.MonkeyPatch):

@@ -364,6 +364,15 @@ def test_row_20_a_writer_that_follows_links_is_noticed(tmp_path: Path) -> None:
     assert "something outside was changed" in str(first_failure(trial, range(20), tmp_path))
 
 
+def test_row_20_a_reader_of_code_that_looks_only_at_its_directory_is_noticed(tmp_path: Path) -> None:
+    def trial(number: int, folder: Path) -> str | None:
+        return planting.restored(
+            planting.foreign_code, number, folder, off="purestep.compile.code_directory._problem_above"
+        )
+
+    assert "foreign code: ['code " in str(first_failure(trial, range(20), tmp_path))
+
+
 def test_row_20_links_are_refused(run: Path, tmp_path: Path) -> None:
     (tmp_path / "linked").mkdir()
     (tmp_path / "linked" / "1").symlink_to(run / "1")

@@ -1,4 +1,5 @@
-"""The directory of compiled code, which inductor's cache shares: nobody but this user and root may have written there.
+"""The directory of compiled code, which inductor's cache shares: nobody but this user and root may have written there,
+or can put another directory in its place.
 
 A library, a module or a pickle in it is code that this process runs. Torch takes the directory that is named after the
 user in the system's temporary one, whoever has created it; or that of ``TORCHINDUCTOR_CACHE_DIR``.
@@ -42,9 +43,20 @@ def is_own(path: Path) -> bool:
     return plain and _is_owners(found) and not found.st_mode & _OTHERS
 
 
+def is_safe(place: Path) -> bool:
+    """True if a directory `is_own`, and nobody else can put another one in its place."""
+    return is_own(place) and not _problem_above(place)
+
+
 def private() -> Path:
     """The directory of this user alone, which may not exist."""
-    return Path(tempfile.gettempdir(), f"purestep_{os.getuid()}")
+    return Path(_room(), f"purestep_{os.getuid()}")
+
+
+def _room() -> str:
+    """The directory for private ones: the system's temporary one, or home if others can rename what the former has."""
+    temporary, home = tempfile.gettempdir(), os.path.expanduser("~")
+    return home if _problem_above(Path(temporary, "purestep")) and os.access(home, os.W_OK) else temporary
 
 
 def _default() -> str:
@@ -64,10 +76,10 @@ def _chosen(given: str, whole: bool) -> Path:
     place = Path(given)
     problem = _problem(place) or (_problem_inside(place) if whole else "")
     if not problem:
-        return place
+        return place.resolve()  # a link on the way may lead elsewhere later
     other = private()
     if given == str(other) or _problem(other) or _problem_inside(other):
-        other = Path(tempfile.mkdtemp(prefix="purestep_"))
+        other = Path(tempfile.mkdtemp(prefix="purestep_", dir=_room()))
         atexit.register(shutil.rmtree, other, ignore_errors=True)
     cure = f"set {_VARIABLE} to a directory of yours"
     if problem.startswith(_WRITABLE):  # mode 0700, because torch writes more files there, by the user's umask
@@ -81,11 +93,25 @@ def _problem(place: Path) -> str:
     try:
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
         link, found = place.lstat(), place.stat()
+        if not (_is_owners(link) and _is_owners(found)):
+            return "belongs to another user"
+        if found.st_mode & _OTHERS:
+            return f"{_WRITABLE} (mode {stat.S_IMODE(found.st_mode):o})"
+        return _problem_above(place)
     except OSError as error:
         return f"cannot be used ({error.strerror})"
-    if not (_is_owners(link) and _is_owners(found)):
-        return "belongs to another user"
-    return f"{_WRITABLE} (mode {stat.S_IMODE(found.st_mode):o})" if found.st_mode & _OTHERS else ""
+
+
+def _problem_above(place: Path) -> str:
+    """The same for each directory above, whose owner and writers can rename what it contains. With the sticky bit, as
+    ``/tmp`` has it, only the owner can."""
+    for above in place.resolve().parents:
+        found = above.stat()
+        if not _is_owners(found):
+            return f"is in {above}, which belongs to another user"
+        if found.st_mode & _OTHERS and not found.st_mode & stat.S_ISVTX:
+            return f"is in {above}, which others can write (mode {stat.S_IMODE(found.st_mode):o}, without sticky bit)"
+    return ""
 
 
 def _problem_inside(place: Path) -> str:

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -348,7 +349,7 @@ def test_a_cache_that_cannot_be_written_is_read(own_cache: Path, monkeypatch: py
 
 
 def test_without_any_directory_code_is_built_for_the_process(own_cache: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(code_cache, "is_own", lambda path: False)
+    monkeypatch.setattr(code_cache, "is_safe", lambda path: False)
     made = [code_cache.obtained(NAME, builder()).path for _ in range(2)]
     assert len(set(made)) == 2
 
@@ -383,6 +384,47 @@ def test_a_step_that_is_found_again_trains_as_before(made: list[Any], rate: floa
         ends.append((ps.clone(state), {name: float(mean) for name, mean in metrics.items()}))
     assert len(made) == 1
     assert_trees_close(ends[1], ends[0], rtol=0, atol=0)
+
+
+SPY = """
+#include <stdio.h>
+#include <stdlib.h>
+__attribute__((constructor)) static void spy(void) { fclose(fopen(getenv("SPY"), "w")); }
+"""
+
+
+@pytest.mark.compile
+def test_the_library_of_another_user_is_not_loaded(own_cache: Path, monkeypatch: pytest.MonkeyPatch):
+    """Libraries whose constructor leaves a file, in the place of those of a step, with the right digest."""
+    program = ps.program(tiny_mlp(), ps.supervised(torch.nn.CrossEntropyLoss()), optim.sgd(0.01))
+    monkeypatch.setenv("SPY", str(own_cache / "ran"))
+    (own_cache / "spy.c").write_text(SPY)
+    built = own_cache / "spy.so"
+    subprocess.run(["gcc", "-shared", "-fPIC", own_cache / "spy.c", "-o", built], check=True)
+
+    def trained() -> None:
+        ps.compile_step(program.train_step)(program.init(), vector_batch(16, 0))
+
+    def ran(mode: int) -> bool:
+        cache = own_cache / f"{mode:o}"  # the linker loads no path twice
+        shutil.copytree(own_cache / "purestep", cache / "purestep")
+        lines = list((cache / "purestep").glob("*/entry"))
+        assert lines
+        for line in lines:
+            shutil.copy(built, line.parent / code_cache.LIBRARY)
+            facts = json.loads(line.read_text())[:-1]
+            line.write_text(json.dumps([*facts, code_cache._digest(line.parent, facts)]))
+            line.parent.chmod(mode)
+            if os.getuid() == 0 and mode != 0o700:
+                os.chown(line.parent, 65534, 65534)
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
+        with suppress(Exception):  # the library has no function to call
+            trained()
+        return (own_cache / "ran").exists()
+
+    trained()
+    assert not ran(0o777)
+    assert ran(0o700)
 
 
 @pytest.mark.compile

@@ -1,5 +1,6 @@
 """Directories of runs that somebody has prepared: no code of theirs runs, no byte outside is touched or printed,
-nothing waits, and memory stays in bounds. Each is restored, saved into, shown, verified and reported.
+nothing waits, and memory stays in bounds. Each is restored, saved into, shown, verified and reported; replay files and
+compiled code in it are read.
 
     PYTHONPATH=src python -m tests.rigs.faults.planting --cases 200     # a table: kind, cases, largest memory
 """
@@ -12,15 +13,22 @@ import json
 import os
 import random
 import shutil
+import stat
 import sys
 import tempfile
+import zlib
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import tensorstore
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
+from purestep.compile.cpu import code_cache
+from purestep.diagnostics import replay
 from purestep.snapshot import manifest
 from rigs import forkserver
 from rigs.faults import damaging, running
@@ -161,10 +169,12 @@ def _instead(run: Path, name: str) -> Path:
 
 
 def no_file(run: Path, canary: Path, rng: random.Random) -> None:
-    """A pipe, a device or a file outside where a file of a run is read."""
-    path, kind = _instead(run, rng.choice(FILES)), rng.randrange(4)
+    """A pipe, a device, or a link to a device or a file outside, where a file of a run is read."""
+    path, kind = _instead(run, rng.choice(FILES)), rng.randrange(5)
     if kind == 0:
         os.mkfifo(path)
+    elif kind == 4 and os.getuid() == 0:
+        os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, rng.choice((3, 5, 8))))  # null, zero, random
     elif kind == 1:
         path.symlink_to(rng.choice(("/dev/zero", "/dev/urandom", "/dev/tty", "/proc/self/environ")))
     else:
@@ -194,8 +204,10 @@ def relist_sizes(step: Path) -> None:
 
 
 def rows_of_an_old_format(run: Path, canary: Path, rng: random.Random) -> None:
-    """Formats 1 and 2 name a file with rows."""
+    """Formats 1 and 2 name a file with rows. The next one had the next number, which a link has already."""
     name = rng.choice(("rows-1.jsonl", "rows-999999999.jsonl"))
+    for number in (2, 10**9):
+        (run / f"rows-{number}.jsonl").symlink_to(canary.parent / "outside" / "a")
     with (run / name).open("wb") as file:
         file.truncate(1 << rng.randrange(20, 40))
     entry = {"file": name, "rows": 3, "size": rng.choice((1 << 30, -1, 10**30)), "crc32": 0}
@@ -252,10 +264,49 @@ def planted_names(run: Path, canary: Path, rng: random.Random) -> None:
         (run / name).symlink_to(rng.choice((victim, victim.parent)))
 
 
+def sparse_indices(run: Path, canary: Path, rng: random.Random) -> None:
+    """A replay file whose sparse and jagged tensors have an index or an offset outside."""
+    jagged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    batch = [rng.choice((torch.eye(4).to_sparse(), torch.eye(4).to_sparse_csr(), torch.eye(4).to_sparse_csc(), jagged))]
+    path = replay.write(run / "step.safetensors", running.state(0), batch, {})
+    with safe_open(path, framework="pt") as opened:
+        about = json.loads(opened.metadata()["about"])
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  # no mapping
+    part = rng.choice([part for part in about["batch"]["list"][0]["parts"] if part["dtype"] == "torch.int64"])
+    values = tensors[part["name"]].view(torch.int64)
+    values[rng.randrange(len(values))] = rng.choice((-1, 64, 1 << 40))
+    part["crc32"] = zlib.crc32(values.numpy().data)
+    text = json.dumps(about)
+    save_file(tensors, path, metadata={"about": text, "crc32": str(zlib.crc32(text.encode()))})
+
+
+def foreign_code(run: Path, canary: Path, rng: random.Random) -> None:
+    """A cache of compiled code with an entry of another user, or one that names files outside."""
+    cache, outside, kind = run / "cache", canary.parent / "outside", rng.randrange(6)
+    entry = cache / "purestep" / running.ENTRY
+    entry.mkdir(parents=True)
+    (entry / code_cache.LIBRARY).write_text("foreign")
+    facts = [str(outside / "a"), "../../../outside/a"] if kind == 0 else [1]
+    digest = code_cache._digest(entry, facts) if kind != 1 else "0"
+    (entry / code_cache.LINE).write_text(json.dumps([*facts, digest]))
+    victim = rng.choice((cache, entry.parent, entry, *entry.iterdir()))
+    if kind == 2 and os.getuid() == 0:
+        os.chown(victim, 65534, 65534)
+    elif kind in (2, 3):
+        victim.chmod(0o777)
+    elif kind == 4:
+        victim = rng.choice((entry, *entry.iterdir()))
+        victim.rename(outside / "moved")
+        victim.symlink_to(outside / "moved")
+    elif kind == 5:
+        run.chmod(0o777)
+
+
 PLANTS = (
     *(a_pickle, a_pickle_for_a_file, an_import_path, a_yaml_tag, foreign_metadata),
     *(a_way_out, a_link, a_bomb, odd_names),
     *(no_file, a_hole, rows_of_an_old_format, a_claim, escapes, deep_json, planted_names),
+    *(sparse_indices, foreign_code),
 )
 
 

@@ -15,6 +15,7 @@ import resource
 import signal
 import statistics
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Iterator
@@ -29,12 +30,15 @@ from torch.utils.data import DataLoader, Dataset
 import purestep as ps
 from purestep import errors, events, tree
 from purestep.__main__ import main
+from purestep.compile.cpu import code_cache
+from purestep.diagnostics import replay
 from purestep.snapshot import Snapshots
 from rigs.faults import failpoints
 
 BATCHES, EPOCHS = 6, 3
 CALLS = BATCHES * EPOCHS
 KEEP = 2
+ENTRY = "k" * 64  # a name in the cache of compiled code
 
 failpoints.install()
 
@@ -180,6 +184,18 @@ def read_watched(folder: str, room: int, reports: bool = False) -> None:
         say("came", "back")
     for command, *options in commands:
         say("came", main([command, folder, *options]))
+    for path in Path(folder).glob("*.safetensors"):
+        try:
+            say("watched", "read", [leaf.to_dense() for leaf in replay.read(path, state(0)).batch])
+        except errors.Corrupt as error:
+            say("came", error)
+    if os.path.isdir(f"{folder}/cache"):
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/cache"
+        tempfile.tempdir = f"{folder}.first"
+        found = code_cache.obtained(ENTRY, lambda library: [Path(library).write_text("own")])
+        is_foreign = Path(found.path).read_text() == "foreign" and found.facts == [1]
+        if is_foreign or not os.path.realpath(found.path).startswith(folder):
+            say("watched", "code", *found)
     page = Path(folder, "report.html")
     if page.is_file() and re.search(r"\\u003ca href|<h\d>.*<a href", page.read_text(encoding="utf-8")):
         say("watched", "a link in the page")

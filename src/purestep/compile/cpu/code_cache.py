@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from .. import code_directory
-from ..code_directory import is_own
+from ..code_directory import is_own, is_safe
 from . import graph_key
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def found(name: str) -> Entry | None:
     for place in (_shared(), code_directory.private()):
         entry = place / name
         with suppress(OSError, ValueError):
-            if all(map(is_own, (place, entry, *entry.iterdir()))):
+            if is_safe(place) and all(map(is_own, (entry, *entry.iterdir()))):
                 *facts, digest = json.loads((entry / LINE).read_text(encoding="utf-8"))
                 if digest == _digest(entry, facts):
                     return Entry(str(entry / LIBRARY), facts)
@@ -128,7 +128,7 @@ def _writable() -> Path | None:
     for place in (_shared(), code_directory.private()):
         with suppress(OSError):
             place.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if is_own(place) and os.access(place, os.W_OK):
+            if is_safe(place) and os.access(place, os.W_OK):
                 return place
     return None
 
