@@ -26,7 +26,7 @@ def eager_program(program: Program) -> Program:
     """Return the program as it was before it was compiled."""
     program = without_donation(program)
     train, flush, evaluate = program.train_step, program.flush, program.eval_step
-    if isinstance(train, CompiledStep) and train.unroll == 1:
+    if isinstance(train, CompiledStep):
         train = train.eager
     if isinstance(flush, CompiledStep):
         flush = flush.eager
