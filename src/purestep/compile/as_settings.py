@@ -70,7 +70,7 @@ def prepared(
         wanted: "auto": compiled on CUDA, with eager steps where that fails; a program that is compiled stays as it is,
             and so does one whose transform evaluates the loss again.
             True or the options of `compile_program`: compiled. False: as it is.
-        donated: the steps write into the memory of their state; "init": of the first one too.
+        donated: the steps write into the memory of their state; "init": compiled ones into that of the first one too.
         say: is called with the reason, once for each, if steps that were to be compiled run in eager mode.
 
     Raises:
@@ -80,7 +80,7 @@ def prepared(
     compiled_already = eager.train_step is not program.train_step
     stays = compiled_already or device.type != "cuda" or evaluates_again(static_of(eager.train_step))
     if wanted is False or (wanted == "auto" and stays):
-        return program if compiled_already or not donated else _donated(program, device, init=donated == "init")
+        return program if compiled_already or not donated else _donated(program, device)
     options: dict[str, Any] = {"donate": donated}
     if isinstance(wanted, Mapping):
         options |= _checked_options(wanted)
@@ -96,15 +96,14 @@ def prepared(
     )
 
 
-def _donated(program: Program, device: Device, *, init: bool) -> Program:
-    """Let the eager steps of a program reuse the memory of the state, where they can; with ``init`` that of the first
-    one too."""
+def _donated(program: Program, device: Device) -> Program:
+    """Let the eager steps of a program reuse the memory of the state, where they can."""
     static = static_of(program.train_step)
     if static is None or not can_donate(static):
         return program
     if device.type != "cpu" and static.accumulate > 1:  # there the host counts the position in a window: `counting`
         return program
-    return donate(program, init=init)
+    return donate(program)
 
 
 def _checked_options(given: Mapping[str, Any]) -> Mapping[str, Any]:
