@@ -15,7 +15,6 @@ from . import capture, fx_passes, sizes
 from .buffers import Slots
 from .capture import exclusive, log
 from .captured_values import CapturedValues
-from .first_run import guarded
 from .guards import TEXT, TorchSettings, check_layouts, constant, leaf_name, ranks, signature
 from .outputs import builder, numbers
 
@@ -283,7 +282,7 @@ class Graphs:
             raise capture.capture_error(error, core, tensors, leaves) from error.__cause__
         self.count += 1
         call = _with_own_error(_returning_tree(run, where, len(leaves), *found), core)
-        return CompiledGraph(guarded(call, tensors), outside, signature(outside), *traits)
+        return CompiledGraph(call, outside, signature(outside), *traits)
 
     def _compile_general(
         self, core: Any, example: list[Any], tensors: list[Tensor], varying: sizes.Varying, place: int
@@ -306,7 +305,7 @@ class Graphs:
         run, traits, outside, fits = made
         self.count += 1
         call = _with_own_error(_returning_tree(run, where, len(example), *found), core)
-        graph = CompiledGraph(guarded(call, tensors), outside, signature(outside), *traits)
+        graph = CompiledGraph(call, outside, signature(outside), *traits)
         return _GeneralGraph(graph, lambda batch: fits([batch[index] for index in where]), place)
 
 
@@ -344,9 +343,9 @@ def _returning_tree(
         inputs = batch if all_tensors else [batch[index] for index in where]
         try:
             outputs = run([*tensors, *inputs, *outside])
-        except RuntimeError as error:
-            if note := _explanation(str(error)):
-                error.add_note(note)
+        except Exception as error:
+            if not isinstance(error, PurestepError | torch.OutOfMemoryError):
+                error.add_note(_explanation(str(error)))
             raise
         return build(outputs)
 
@@ -371,12 +370,13 @@ def _with_own_error(run: Callable[..., Any], core: Callable[..., Any]) -> Callab
 
 
 def _explanation(native: str) -> str:
-    """The cause of an error raised by inductor's code; empty for other errors, which explain themselves."""
+    """The cause of an error raised by the code of a graph, and the cure."""
     if "index out of bounds" in native:
         return (
             "an index is out of range: a class in the targets, a token, or a position (cure: give the model as many "
             "outputs, or embedding rows, as the data has; the same call in eager mode names the operation)"
         )
-    if "API call failed" in native:
-        return "call the step itself, in eager mode, with the same arguments: its error names the operation"
-    return ""
+    return (
+        "the error comes from compiled code (cure: call the step itself, in eager mode, with the same arguments; "
+        "in fit: compile=False)"
+    )
