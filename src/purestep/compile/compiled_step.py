@@ -20,6 +20,7 @@ from ..errors import PurestepError, StepContractError
 from ..state import packed, stacked
 from ..step import Accum, Adding, Closing
 from ..torch_ext import draws, tracing
+from ..torch_ext.tensor_layout import layout_guard
 from ..types import Empty, Metrics, Static, Steps, TrainState
 from . import capture, live_state
 from .buffers import HostCounters, Slots, StateBuffers, unaliased
@@ -32,7 +33,6 @@ from .guards import (
     leaf_name,
     resolved,
     signature,
-    signature_guard,
     without_text,
 )
 from .outputs import MetricVector, as_dict
@@ -49,7 +49,7 @@ class _Last(NamedTuple):
     surroundings: tuple[str, str]
     treedef: tree.TreeDef
     only: tuple[type, int] | None  # type and length of a batch that is a single tuple or list of tensors
-    guard: Callable[..., bool]  # (*buffers, *batch leaves, *outside) -> same signature
+    guard: Callable[..., bool]  # (*buffers, *batch leaves, *outside) -> same layouts; stricter than `signature`
     graph: CompiledGraph
 
     def leaves(self, buffers: list[Tensor], batch: tuple[Any, ...]) -> list[Any] | None:
@@ -196,7 +196,7 @@ class CompiledStep:
         leaves, treedef = batch_leaves(batch)
         key = (store.slots.identity, phase)
         graph = self._graphs.find(key, treedef, leaves, store.buffers, lambda: self._core(store, phase, treedef))
-        same = signature_guard([*store.buffers, *leaves, *graph.outside])
+        same = layout_guard([*store.buffers, *leaves, *graph.outside])
         given: Any = batch[0] if len(batch) == 1 else None
         is_flat = type(given) in (tuple, list) and all(type(leaf) is Tensor for leaf in given)
         only = (type(given), len(given)) if is_flat else None
