@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 
@@ -27,16 +26,14 @@ class Average(NamedTuple):
     ``init(params, buffers) -> state`` and ``update(state, params, buffers, updates) -> state``.
 
     ``first(n)`` is the share that the weights of the first update still have in the average after n updates; None if it
-    is unknown. ``in_place`` has the arguments of ``update``, and may write into the memory of the state; its result
-    shares no memory with the other arguments. ``where(state, params, buffers, updates, applied, in_place)`` is
-    ``update`` where ``applied`` (shape=(), bool), and the state elsewhere, in a few launches for all tensors; it
+    is unknown. ``where(state, params, buffers, updates, applied, in_place)`` is ``update`` where ``applied`` (shape=(),
+    bool), and the state elsewhere, in a few launches for all tensors; with ``in_place`` in the memory of the state. It
     returns None for tensors that it cannot take.
     """
 
     init: Callable[[Params, Params], Tree]
     update: Callable[[Tree, Params, Params, Tensor], Tree]
     first: Callable[[int], float] | None = None
-    in_place: Callable[[Tree, Params, Params, Tensor], Tree] | None = None
     where: Callable[[Tree, Params, Params, Tensor, Tensor, bool], Tree | None] | None = None
 
 
@@ -56,7 +53,7 @@ def none() -> Average:
         del params, buffers, updates  # No state.
         return state
 
-    return Average(init, update, in_place=update)
+    return Average(init, update)
 
 
 @known_keywords
@@ -173,20 +170,19 @@ def _averaging(
         averaged = {name: views.upcast(b).clone() for name, b in buffers.items()}
         return EmaState(shadow, averaged if average_buffers else Empty())
 
-    def update(state: EmaState, params: Params, buffers: Params, updates: Tensor, in_place: bool = False) -> EmaState:
+    def update(state: EmaState, params: Params, buffers: Params, updates: Tensor) -> EmaState:
         share = weight(updates)
         share = read(share) if isinstance(share, Tensor) else share
-        if in_place and not isinstance(share, Tensor) and share == 0.0 and isinstance(state.buffers, Empty):
-            return state  # else integers of the buffers follow
-        shadow = _lerp_all(state.params, params, share, in_place)
+        shadow = _lerp_all(state.params, params, share)
         if isinstance(state.buffers, Empty):
             return EmaState(shadow, state.buffers)
-        return EmaState(shadow, _lerp_all(state.buffers, buffers, share, in_place))
+        return EmaState(shadow, _lerp_all(state.buffers, buffers, share))
 
     def where(
         state: EmaState, params: Params, buffers: Params, updates: Tensor, applied: Tensor, in_place: bool
     ) -> EmaState | None:
-        share = weight(updates) * applied
+        share = weight(updates) * read(applied)
+        share = read(share) if isinstance(share, Tensor) else share
         averaged = [(state.params, params)] + ([] if isinstance(state.buffers, Empty) else [(state.buffers, buffers)])
         if not all(_of_one_kind([*old.values(), *(new[name] for name in old)]) for old, new in averaged if old):
             return None
@@ -197,7 +193,7 @@ def _averaging(
         shadow, *rest = [_average_all(old, new, share, in_place) for old, new in averaged]
         return EmaState(shadow, rest[0] if rest else state.buffers)
 
-    return Average(init, update, first, functools.partial(update, in_place=True), where)
+    return Average(init, update, first, where)
 
 
 def _weight(updates: Tensor, decay: float, *, warmup: bool, copies: bool, every: int) -> Value:
@@ -217,22 +213,25 @@ def _widest(updates: Tensor) -> torch.dtype:
     return torch.float32 if updates.device.type == "mps" else torch.float64
 
 
-def _lerp_all(olds: Params, news: Params, weight: Value, in_place: bool) -> Params:
+def _lerp_all(olds: Params, news: Params, weight: Value) -> Params:
     old, new = list(olds.values()), [news[name] for name in olds]
     if len(old) > 0 and not isinstance(weight, Tensor) and _of_one_kind(old + new):  # torch 2.11: no bool of a list
-        return dict(zip(olds, foreach.lerp(old, new, weight, in_place=in_place), strict=True))
+        return dict(zip(olds, foreach.lerp(old, new, weight, in_place=False), strict=True))
     dtypes = dict.fromkeys(leaf.dtype for leaf in map(complex_numbers.as_real, old) if leaf.is_floating_point())
     # Once per dtype, not once per leaf.
     weights = {dtype: weight.to(dtype) if isinstance(weight, Tensor) else weight for dtype in dtypes}
     return {name: _lerp(old, news[name], weights) for name, old in olds.items()}
 
 
-def _average_all(olds: Params, news: Params, weight: Tensor, in_place: bool) -> Params:
+def _average_all(olds: Params, news: Params, weight: Value, in_place: bool) -> Params:
     old, new = list(olds.values()), [news[name] for name in olds]
     if not old:
         return {}
-    weight = weight.to(old[0].dtype)
-    return dict(zip(olds, foreach.average(old, new, weight, in_place=in_place), strict=True))
+    if isinstance(weight, Tensor):
+        made = foreach.average(old, new, weight.to(old[0].dtype), in_place=in_place)
+    else:
+        made = foreach.lerp(old, new, weight, in_place=in_place)
+    return dict(zip(olds, made, strict=True))
 
 
 def _of_one_kind(leaves: list[Tensor]) -> bool:

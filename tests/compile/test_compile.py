@@ -9,7 +9,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,8 +20,9 @@ from torch.nn import functional
 
 import purestep as ps
 from purestep import optim, tree
-from purestep.compile import graphs, guards
+from purestep.compile import graphs
 from purestep.errors import ConfigError, DataError, StateError, StepContractError
+from purestep.torch_ext.tensor_layout import layout_guard
 from purestep.types import Mean, Program, TrainState
 
 CRITERION = nn.CrossEntropyLoss()
@@ -977,19 +978,15 @@ def unlike(leaf: Tensor) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("private", [True, False], ids=["torch's guards", "without"])
-def test_which_leaves_are_alike(private: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not private:
-        monkeypatch.setitem(sys.modules, "torch._C._dynamo.guards", ModuleType("another torch"))
+def test_which_leaves_are_alike() -> None:
     leaf, labels = torch.randn(4, 6), torch.arange(4)
-    alike = guards.signature_guard([leaf, labels])
-    assert isinstance(alike, partial) != private
+    alike = layout_guard([leaf, labels])
     assert alike(torch.randn(9, 6)[5:], labels.clone())
     with torch.no_grad():
         assert alike(leaf, labels)
     found = {name: alike(other, labels) for name, other in unlike(leaf).items()}
     assert found == dict.fromkeys(found, False)
-    assert isinstance(guards.signature_guard([3.0]), partial)
+    assert not layout_guard([3.0])(3.0)
 
 
 NORMED = "1.running_mean"
@@ -1075,7 +1072,7 @@ def train_on_unlike_batches() -> int:
 @pytest.mark.compile
 def test_a_batch_of_another_kind_gets_another_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     assert train_on_unlike_batches() == 4
-    monkeypatch.setattr("purestep.compile.compiled_step.signature_guard", lambda leaves: lambda *others: True)
+    monkeypatch.setattr("purestep.compile.compiled_step.layout_guard", lambda leaves: lambda *others: True)
     with pytest.raises(AssertionError):
         train_on_unlike_batches()
 
@@ -1201,7 +1198,7 @@ def test_a_tensor_in_two_places_of_a_batch_makes_no_graph_of_one_input(donate: b
 
 
 @pytest.mark.compile
-def test_a_tensor_in_two_places_counts_as_two_in_evaluation_and_unrolled_steps_too() -> None:
+def test_a_tensor_in_two_places_counts_as_two_in_evaluation_too() -> None:
     program = ps.program(nn.Linear(4, 4), ps.supervised(nn.MSELoss()), optim.sgd(0.1))
     x, y = torch.ones(8, 4), torch.zeros(8, 4)
     fast, state = ps.compile_program(program, backend="aot_eager"), program.init()
@@ -1211,10 +1208,6 @@ def test_a_tensor_in_two_places_counts_as_two_in_evaluation_and_unrolled_steps_t
     assert float(fast.eval_step(state, (x, y))["loss"]) == pytest.approx(
         float(program.eval_step(state, (x, y))["loss"])
     )
-    twice = compiled(program.train_step, unroll=2)
-    twice(state, [(x, y)] * 2)
-    found, _ = twice(state, [(x, y), (y, x)])
-    assert_trees_close(found, run(program.train_step, state, [(x, y), (y, x)])[0], rtol=1e-6, atol=1e-7)
 
 
 class _Averaged(NamedTuple):

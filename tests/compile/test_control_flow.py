@@ -160,7 +160,6 @@ def test_fit_trains_what_no_compiler_takes_and_says_so_once(monkeypatch: pytest.
     wanted = ps.fit(program.init(), [batch] * 3, program, epochs=1, compile=False, sinks=[], progress=False)
     there = SimpleNamespace(device_of=lambda state: torch.device("cuda"))  # where `compile="auto"` compiles
     monkeypatch.setattr("purestep.loop.train_call.data", there)
-    monkeypatch.setattr("purestep.compile.graphs.guarded", lambda run, tensors: run)
     with pytest.warns(RuntimeWarning, match="runs in eager") as met:
         found = ps.fit(program.init(), [batch] * 3, program, epochs=1, compile="auto", sinks=[], progress=False)
     assert found.history == wanted.history

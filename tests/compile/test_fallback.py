@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import purestep as ps
-from purestep.compile import as_dict, first_run, prepared
+from purestep.compile import as_dict, prepared
 from purestep.config import FitConfig
-from purestep.errors import StepContractError
+from purestep.errors import StateError, StepContractError
 from purestep.loop import train_call
 from purestep.types import Program
 
@@ -42,7 +42,6 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     there = SimpleNamespace(device_of=lambda state: torch.device("cuda"))
     monkeypatch.setattr("purestep.loop.train_call.data", there)
     monkeypatch.setattr("purestep.compile.cpu.backend.suits", lambda inputs: False)
-    monkeypatch.setattr("purestep.compile.graphs.guarded", lambda run, tensors: first_run._guarded(run))
 
 
 def failing_compilers(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
@@ -70,7 +69,7 @@ def failing_compilers(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
         monkeypatch.setattr("purestep.compile.capture._unpacked", launched)
 
 
-COMPILERS = ["a compiler of C++", "inductor", "its launch"]
+COMPILERS = ["a compiler of C++", "inductor"]
 
 
 @pytest.mark.parametrize("how", COMPILERS)
@@ -93,23 +92,23 @@ def test_auto_goes_on_in_eager_whatever_the_compiler_meets(
 
 
 @pytest.mark.parametrize("donate", [True, "init"])
-def test_a_graph_that_fails_in_its_first_run_leaves_a_state_that_lives(
+def test_a_graph_that_fails_while_it_runs_ends_a_run_with_the_cure(
     monkeypatch: pytest.MonkeyPatch, donate: Any
 ) -> None:
     """The second graph of a window: its state is a live one, and some of it has been written."""
     program = mlp(accumulate=2)
-    monkeypatch.setattr("purestep.compile.graphs.guarded", lambda run, tensors: first_run._guarded(run))
     step = ps.compile_step(program.train_step, donate=donate, backend="aot_eager")
     state, _ = step(program.init(), batches(1)[0])
-    before = ps.clone(state)
-    with monkeypatch.context() as patch:
-        failing_compilers(patch, "its launch")
-        with pytest.raises(StepContractError, match="fails at its first run: ValueError: Pointer argument"):
-            step(state, batches(1)[0])
-    assert_trees_close(ps.clone(state), before)
-    expected, _ = program.train_step(before, batches(1)[0])
-    again = ps.compile_step(program.train_step, donate=donate, backend="aot_eager")
-    assert_trees_close(ps.clone(again(state, batches(1)[0])[0]), expected)
+    failing_compilers(monkeypatch, "its launch")
+    with pytest.raises(ValueError, match="Pointer argument") as met:
+        step(state, batches(1)[0])
+    assert "in fit: compile=False" in met.value.__notes__[0]
+    with pytest.raises(StateError, match="a donated step was overwriting this state in call 2, which failed"):
+        _ = state.params
+    on_cuda(monkeypatch)
+    with pytest.raises(ValueError, match="Pointer argument") as met:
+        fit(program.init(), batches(2), program, epochs=1, compile="auto", donate=donate, check_every=0)
+    assert any("the state was donated" in note for note in met.value.__notes__) == (donate == "init")
 
 
 def test_auto_raises_what_eager_raises_too(monkeypatch: pytest.MonkeyPatch) -> None:

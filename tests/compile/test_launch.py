@@ -342,56 +342,6 @@ def test_an_error_inside_gives_the_threads_back() -> None:
         torch.set_num_threads(before)
 
 
-# --- unrolled ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.compile
-@pytest.mark.parametrize("donate", [False, True])
-def test_steps_in_one_launch_are_the_steps_one_by_one(donate: bool) -> None:
-    program, given = mlp(), batches(6)
-    expected, metrics = one_by_one(program.train_step, program.init(), given)
-    step = compiled(program.train_step, donate=donate, unroll=3)
-    state, first = step(program.init(), given[:3])
-    state, second = step(state, given[3:])
-    assert_trees_close(ps.clone(state), expected, exact=True)
-    assert float(first["loss"]) == pytest.approx(sum(float(m["loss"]) for m in metrics[:3]) / 3)
-    assert float(second["applied"].total) == 3.0
-    assert step.graphs == 1
-
-
-@pytest.mark.compile
-def test_the_last_launch_may_be_shorter() -> None:
-    program, given = mlp(), batches(5)
-    expected, _ = one_by_one(program.train_step, program.init(), given)
-    step = compiled(program.train_step, donate=True, unroll=3)
-    state, _ = step(program.init(), given[:3])
-    old, (state, _) = state, step(state, given[3:])
-    assert_trees_close(ps.clone(state), expected, exact=True)
-    assert state.key.tolist()[1] == 5
-    with pytest.raises(StateError, match="this state in call 4"):
-        _ = old.params
-
-
-@pytest.mark.parametrize(
-    ("given", "found"),
-    [([[]], "a list of 0"), ([[1, 2, 3]], "a list of 3"), ([7], "a int"), ([vector_batch()], "a tuple of 2"),
-     ([(1, 2, 3)], "a tuple of 3"), ([[1], [2]], "2 arguments")],
-    ids=["none", "too many", "no list", "a batch", "a tuple", "two"],
-)  # fmt: skip
-def test_an_unrolled_step_takes_a_list_of_batches(given: list[Any], found: str) -> None:
-    program = mlp()
-    step = compiled(program.train_step, unroll=2)
-    with pytest.raises(StepContractError, match=f"called with {found} .*a list of 1 to 2 batches"):
-        step(program.init(), *given)
-
-
-def test_what_cannot_be_unrolled_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"accumulates over 4 calls.*microbatches"):
-        ps.compile_step(mlp(accumulate=4).train_step, unroll=2)
-    with pytest.raises(ConfigError, match="unroll=0"):
-        ps.compile_step(mlp().train_step, unroll=0)
-
-
 # --- CUDA graphs, on a recorder that stands for the device ------------------------------------------------------------
 
 

@@ -423,7 +423,6 @@ def test_row_48_a_donated_step_that_fails_half_way(kind: type[BaseException], tm
     sources: list[tuple[dict[str, Any], str]] = [
         ({"snapshots": tmp_path}, f"the snapshot {tmp_path / '3'} has the last one"),
         ({}, "no snapshot has an earlier one"),
-        ({"donate": "init"}, "no snapshot has an earlier one"),
     ]
     for fields, told in sources:
         error, seen = donated(5, kind, **fields)
@@ -435,6 +434,15 @@ def test_row_48_a_donated_step_that_fails_half_way(kind: type[BaseException], tm
                 _ = state.params
         assert error.result.state is None
         assert len(error.result.history.get("epoch", [])) == 1
+
+
+@pytest.mark.compile
+@pytest.mark.row("F48")
+@pytest.mark.parametrize("donate", [True, "init"])
+def test_row_48_the_first_call_fails_half_way(donate: Any) -> None:
+    """It has written a copy of the state; with "init" the state itself, which is plain and cannot say so."""
+    error, _ = donated(1, donate=donate)
+    assert any("donated" in note for note in error.__notes__) == (donate == "init")
 
 
 @pytest.mark.compile

@@ -683,11 +683,12 @@ def test_an_average_in_place_is_the_average(make: Callable[..., ema.Average], bu
     rule, params = make(buffers=buffers), random_tree(0)
     held: dict[str, Tensor] = {"mean": torch.zeros(3), "count": torch.tensor(0)}
     plain, written = rule.init(params, held), rule.init(params, held)
-    assert rule.in_place is not None
+    assert rule.where is not None
     for count in range(8):
         held = {"mean": torch.full((3,), float(count)), "count": torch.tensor(count + 1)}
         now = ({name: p * count for name, p in params.items()}, held, torch.tensor(count))
-        plain, written = rule.update(plain, *now), rule.in_place(written, *now)
+        plain, written = rule.update(plain, *now), rule.where(written, *now, torch.tensor(True), True)
+        assert written is not None
         assert_trees_close(written, plain, rtol=0, atol=0)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -191,98 +190,11 @@ def test_fit_donates_and_gives_the_same_bits() -> None:
         _ = next(state for state in seen if "donated" in repr(state)).params
 
 
-class TestInit:
-    """The memory of the first state is taken over as well."""
-
-    def test_the_first_state_is_written(self) -> None:
-        chosen = program()
-        step = ps.donate(chosen, init=True).train_step
-        state, expected = chosen.init(), chosen.init()
-        places = [leaf.data_ptr() for leaf in state.params.values()]
-        for _ in range(3):
-            state, _ = step(state, BATCH)
-            expected, _ = chosen.train_step(expected, BATCH)
-        assert [leaf.data_ptr() for leaf in state.params.values()] == places
-        assert_trees_close(ps.clone(state), expected, exact=True)
-
-    def test_leaves_that_share_memory_are_copied(self) -> None:
-        chosen = program()
-        state = chosen.init()
-        tied = state._replace(ema=state.ema._replace(params=dict(state.params)))
-        expected, _ = chosen.train_step(ps.clone(tied), BATCH)
-        found, _ = ps.donate(chosen, init=True).train_step(tied, BATCH)
-        assert_trees_close(ps.clone(found), expected, exact=True)
-
-    def test_fit_takes_over_the_first_state_and_says_so_of_those_that_it_returned(self) -> None:
-        chosen, kept = program(), list[ps.TrainState]()
-        state = chosen.init()
-        data = {"train": [BATCH] * 6}
-        expected = ps.fit(chosen.init(), data, chosen, epochs=1, donate=False, compile=False, progress=False)
-
-        def keep(event: ps.events.Event) -> None:
-            if isinstance(event, ps.events.StepEnd):
-                kept.append(event.state)
-
-        places = [leaf.data_ptr() for leaf in state.params.values()]
-        result = ps.fit(
-            state, data, chosen, epochs=1, donate="init", compile=False, progress=False, callbacks=[keep], check_every=0
-        )
-        assert_trees_close(ps.clone(result.state), expected.state, exact=True)
-        assert [leaf.data_ptr() for leaf in result.state.params.values()] == places
-        for past in kept[:-1]:
-            with pytest.raises(StateError, match="donated"):
-                _ = past.params
-
-    def failing_after(self, updates: int) -> tuple[ps.Program, Any]:
-        """A program whose average fails, after the kernel has written, behind so many updates; and its callback."""
-        base, failing = ps.ema.average(0.9), [True] * (updates == 0)
-
-        def update(*arguments: Any) -> Any:
-            if failing:
-                raise RuntimeError("no memory for the average")
-            return base.update(*arguments)
-
-        def answer(event: ps.events.Event) -> Any:
-            if not isinstance(event, ps.events.StepEnd) or event.updates != updates:
-                return None
-            failing.append(True)
-            return event.state._replace(params=dict(event.state.params))
-
-        return program(ema=ps.ema.Average(base.init, update)), answer
-
-    def fit(self, chosen: ps.Program, answer: Any, directory: Path, donate: Any) -> list[Path]:
-        options: Any = {"compile": False, "progress": False, "check_every": None, "donate": donate}
-        with pytest.raises(RuntimeError, match="no memory"):
-            ps.fit(chosen.init(), [BATCH] * 6, chosen, epochs=1, snapshots=directory, callbacks=[answer], **options)
-        return [path for path in directory.iterdir() if path.name.isdigit()]
-
-    def test_the_first_state_that_a_failed_call_has_written_is_not_saved(self, tmp_path: Path) -> None:
-        assert self.fit(*self.failing_after(0), tmp_path, "init") == []
-
-    def test_a_state_of_a_callback_is_whole_after_a_failed_call(self, tmp_path: Path) -> None:
-        chosen, _ = self.failing_after(9)
-        (found,), (expected,) = (
-            self.fit(*self.failing_after(3), tmp_path / name, donate) for name, donate in (("a", "init"), ("b", False))
-        )
-        states = [ps.Snapshots(path.parent).restore(chosen.init()).state for path in (found, expected)]
-        assert_trees_close(*states, exact=True)
-        assert int(states[0].step) == 3
-
-    @pytest.mark.parametrize("tx", [optim.adamw(1e-2), optim.sgd(0.1)], ids=["kernel", "none"])
-    def test_no_graph_of_the_first_state_is_followed(self, tx: optim.Transform) -> None:
-        chosen = program(tx=tx)
-        state = chosen.init()
-        state = state._replace(params={name: nn.Parameter(leaf) for name, leaf in state.params.items()})
-        step = ps.donate(chosen, init=True).train_step
-        for seed in range(2):
-            state, _ = step(state, data(seed))
-        assert not any(leaf.requires_grad for leaf in tree.leaves(state.params))
-
-    def test_a_state_made_of_a_live_one_is_copied(self) -> None:
-        chosen = program()
-        step = ps.donate(chosen, init=True).train_step
-        state, _ = step(chosen.init(), BATCH)
-        before = ps.clone(state)
-        step(state._replace(updates=state.updates.clone()), BATCH)
-        assert_trees_close(ps.clone(state), before, exact=True)
-        assert_trees_close(ps.clone(step(state, BATCH)[0]), chosen.train_step(before, BATCH)[0], exact=True)
+def test_a_state_made_of_a_live_one_is_copied() -> None:
+    chosen = program()
+    step = ps.donate(chosen).train_step
+    state, _ = step(chosen.init(), BATCH)
+    before = ps.clone(state)
+    step(state._replace(updates=state.updates.clone()), BATCH)
+    assert_trees_close(ps.clone(state), before, exact=True)
+    assert_trees_close(ps.clone(step(state, BATCH)[0]), chosen.train_step(before, BATCH)[0], exact=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -305,27 +305,38 @@ NORMAL: list[Callable[[Tensor], Tensor]] = [
     lambda x: torch.normal(0.5, x.abs()),
     lambda x: torch.normal(x, x.abs()),
 ]
-OTHER: list[Callable[[Tensor], Tensor]] = [
-    lambda x: x[torch.randperm(len(x))],
-    lambda x: torch.binomial(torch.full_like(x, 5.0), x.sigmoid()),
-    lambda x: torch.poisson(x.abs()),
-    lambda x: x + torch.multinomial(x.abs(), 2)[:, :1],
-]
+OTHER: dict[str, Callable[[Tensor], Tensor]] = {
+    "randperm": lambda x: x[torch.randperm(len(x))],
+    "binomial": lambda x: torch.binomial(torch.full_like(x, 5.0), x.sigmoid()),
+    "poisson": lambda x: torch.poisson(x.abs()),
+    "multinomial": lambda x: x + torch.multinomial(x.abs(), 2)[:, :1],
+}
 
 
-@pytest.mark.parametrize(
-    ("draws", "compiled"),
-    [(NORMAL, False), (OTHER, False), pytest.param(NORMAL, True, marks=pytest.mark.compile)],
-    ids=["normal", "other", "normal, compiled"],
-)
-@pytest.mark.parametrize("batches", ["shared", "own"])
-def test_draws_are_those_of_the_member_alone(draws: list[Callable[[Tensor], Tensor]], compiled: bool, batches: Any):
-    def noisy(model: Any, batch: Any) -> ps.Loss:
+def noisy(draws: Iterable[Callable[[Tensor], Tensor]]) -> Any:
+    def objective(model: Any, batch: Any) -> ps.Loss:
         x, y = batch
         found = sum(functional.cross_entropy(model(draw(x)), y) for draw in draws)
         return ps.Loss(torch.as_tensor(found), torch.tensor(6.0))
 
-    program, batch, factory = made(objective=noisy)
+    return objective
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.compile)])
+@pytest.mark.parametrize("name", OTHER)
+@pytest.mark.parametrize("batches", ["shared", "own"])
+def test_a_member_cannot_draw_from_other_samplers(name: str, compiled: bool, batches: Any):
+    program, batch, factory = made(objective=noisy([OTHER[name]]))
+    several, state = started(program, factory, batches=batches)
+    step = ps.compile_step(several.train_step, backend="aot_eager") if compiled else several.train_step
+    with pytest.raises(StepContractError, match=f"draws with aten::{name}, which a member .*draw in the loader"):
+        step(state, ps.stack([batch(0)] * MEMBERS) if batches == "own" else batch(0))
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.compile)])
+@pytest.mark.parametrize("batches", ["shared", "own"])
+def test_draws_are_those_of_the_member_alone(compiled: bool, batches: Any):
+    program, batch, factory = made(objective=noisy(NORMAL))
     several, state = started(program, factory, batches=batches)
     step = ps.compile_step(several.train_step, backend="aot_eager") if compiled else several.train_step
     parts = [batch(index if batches == "own" else 0) for index in range(MEMBERS)]

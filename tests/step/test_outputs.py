@@ -229,9 +229,3 @@ def test_what_is_no_tensor_is_refused(handed_out: Any, text: str) -> None:
     program = made(wrong(handed_out))
     with pytest.raises(StepContractError, match=text):
         program.train_step(program.init(), data())
-
-
-def test_several_steps_in_one_call_are_refused() -> None:
-    step = ps.compile_step(made().train_step, unroll=2, backend="aot_eager")
-    with pytest.raises(StepContractError, match="step: the step hands out outputs, .*unroll=1"):
-        step(made().init(), [data(), data()])

@@ -18,7 +18,6 @@
     live_state        a state in such buffers, whose reads raise after its donation
     eager_donation    the same for eager steps
     cuda_graph        a donated step as one CUDA graph
-    first_run         the first run of a graph on a GPU, undone where it fails
 
 Changes to a graph:
 
@@ -48,7 +47,6 @@ from .eager_donation import released as released
 from .eager_donation import without_donation as without_donation
 from .eval_step import CompiledEval as CompiledEval
 from .eval_step import takes_index as takes_index
-from .first_run import first_line as first_line
 from .fx_passes import ONE_DTYPE as ONE_DTYPE
 from .live_state import LiveState as LiveState
 from .live_state import is_alive as is_alive

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from ..errors import ConfigError
-from ..state import check_choice, check_count
+from ..state import check_choice
 from ..step import static_of
 from ..types import Metrics, Program, Static
 from .compiled_step import CompiledStep
@@ -22,7 +22,6 @@ def compile_step(
     backend: Any = "inductor",
     options: Mapping[str, Any] | None = None,
     cuda_graph: bool | None = None,
-    unroll: int = 1,
 ) -> CompiledStep:
     """Compile a step into one graph, from the forward pass to the EMA.
 
@@ -75,10 +74,6 @@ def compile_step(
             the device's memory for its intermediates, and runs in one process. True: always; an error if it cannot be
             recorded. Needs ``donate`` and a TrainState, or a tree of them. No effect on other devices, or if a tensor
             of the state or the batch is on the host.
-        unroll: maximal number of steps in one call, for models whose launch costs more than their arithmetic. The
-            callable then takes a list of at most ``unroll`` batches and returns the last state and the merged metrics.
-            Random numbers are seeded once a call, so a step that draws gets other numbers than with one step a call.
-            Takes no context.
 
     Returns:
         A callable like ``step``. Schedules and changed hyperparameters never cause a recompile. The first two batch
@@ -91,8 +86,7 @@ def compile_step(
         more graph.
 
     Raises:
-        ConfigError: ``step`` is a program; an unknown ``backend`` or ``donate``; a CUDA graph without donation;
-            ``unroll`` with a step that accumulates.
+        ConfigError: ``step`` is a program; an unknown ``backend`` or ``donate``; a CUDA graph without donation.
         StateError: from a call: with ``donate``, the state was passed in before.
         StepContractError: from a call: a number of the batch changed too often; the step changes the structure, a shape
             or a dtype of its state, multiplies tensors of two dtypes, branches on the value of a tensor, writes a
@@ -103,9 +97,9 @@ def compile_step(
     _check_function(step)
     step = step.eager if isinstance(step, DonatedStep) else step
     static = static_of(step)
-    _check_launch(static, donate=donate, cuda_graph=cuda_graph, unroll=unroll)
+    _check_launch(static, donate=donate, cuda_graph=cuda_graph)
     chosen = Options(backend, options)
-    return CompiledStep(step, static, donate=donate, options=chosen, cuda_graph=cuda_graph, unroll=unroll)
+    return CompiledStep(step, static, donate=donate, options=chosen, cuda_graph=cuda_graph)
 
 
 def compile_program(
@@ -118,8 +112,7 @@ def compile_program(
 ) -> Program:
     """Compile train_step, flush and eval_step of a program over one set of buffers.
 
-    The arguments are those of `compile_step` without ``unroll``. flush and eval_step take a state of the compiled
-    train_step without a copy.
+    The arguments are those of `compile_step`. flush and eval_step take a state of train_step without a copy.
 
     Raises:
         ConfigError: ``program`` is not a program, or a setting is unknown or conflicts with another.
@@ -138,7 +131,7 @@ def compile_program(
         raise ConfigError(f"the program is a {type(program).__name__}", where="compile_program", hint=hint)
     _check_backend(backend)
     program = without_donation(program)
-    _check_launch(program.static, donate=donate, cuda_graph=cuda_graph, unroll=1)
+    _check_launch(program.static, donate=donate, cuda_graph=cuda_graph)
     chosen = Options(backend, options)
     static = static_of(program.train_step)  # None if the program's step was replaced
     train = CompiledStep(program.train_step, static, donate=donate, options=chosen, cuda_graph=cuda_graph)
@@ -170,7 +163,7 @@ def evaluates_again(static: Static | None) -> bool:
     return static is not None and getattr(static.tx, "evaluates", False)
 
 
-def _check_launch(static: Static | None, *, donate: Any, cuda_graph: bool | None, unroll: int) -> None:
+def _check_launch(static: Static | None, *, donate: Any, cuda_graph: bool | None) -> None:
     if evaluates_again(static):
         raise ConfigError(
             "the transform evaluates the loss as often as its values say, which no graph does",
@@ -183,11 +176,4 @@ def _check_launch(static: Static | None, *, donate: Any, cuda_graph: bool | None
             "a CUDA graph replays on fixed memory, which only a donated state has",
             where="cuda_graph",
             hint="compile_step(step, donate=True, cuda_graph=True)",
-        )
-    check_count("compile_step", least=1, unroll=unroll)
-    if unroll > 1 and static is not None and static.accumulate > 1:
-        raise ConfigError(
-            f"the program accumulates over {static.accumulate} calls, which need different graphs",
-            where="unroll",
-            hint="pass program(..., microbatches=k) to accumulate inside a step, or unroll=1",
         )

@@ -6,9 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-import torch
-
-from ..errors import ConfigError, PurestepError
+from ..errors import ConfigError
 from ..state import nearest
 from ..step import counting, static_of
 from ..types import Device, EvalStep, Metrics, Program, Tree
@@ -17,8 +15,6 @@ from .capture import Uncaptured
 from .compiled_step import CompiledStep
 from .eager_donation import can_donate, donate, without_donation
 from .eval_step import CompiledEval, takes_index
-from .first_run import first_line
-from .live_state import is_alive
 from .sizes import Met
 
 
@@ -26,7 +22,7 @@ def eager_program(program: Program) -> Program:
     """Return the program as it was before it was compiled."""
     program = without_donation(program)
     train, flush, evaluate = program.train_step, program.flush, program.eval_step
-    if isinstance(train, CompiledStep) and train.unroll == 1:
+    if isinstance(train, CompiledStep):
         train = train.eager
     if isinstance(flush, CompiledStep):
         flush = flush.eager
@@ -70,7 +66,7 @@ def prepared(
         wanted: "auto": compiled on CUDA, with eager steps where that fails; a program that is compiled stays as it is,
             and so does one whose transform evaluates the loss again.
             True or the options of `compile_program`: compiled. False: as it is.
-        donated: the steps write into the memory of their state; "init": of the first one too.
+        donated: the steps write into the memory of their state; "init": compiled ones into that of the first one too.
         say: is called with the reason, once for each, if steps that were to be compiled run in eager mode.
 
     Raises:
@@ -80,7 +76,7 @@ def prepared(
     compiled_already = eager.train_step is not program.train_step
     stays = compiled_already or device.type != "cuda" or evaluates_again(static_of(eager.train_step))
     if wanted is False or (wanted == "auto" and stays):
-        return program if compiled_already or not donated else _donated(program, device, init=donated == "init")
+        return program if compiled_already or not donated else _donated(program, device)
     options: dict[str, Any] = {"donate": donated}
     if isinstance(wanted, Mapping):
         options |= _checked_options(wanted)
@@ -96,15 +92,14 @@ def prepared(
     )
 
 
-def _donated(program: Program, device: Device, *, init: bool) -> Program:
-    """Let the eager steps of a program reuse the memory of the state, where they can; with ``init`` that of the first
-    one too."""
+def _donated(program: Program, device: Device) -> Program:
+    """Let the eager steps of a program reuse the memory of the state, where they can."""
     static = static_of(program.train_step)
     if static is None or not can_donate(static):
         return program
     if device.type != "cpu" and static.accumulate > 1:  # there the host counts the position in a window: `counting`
         return program
-    return donate(program, init=init)
+    return donate(program)
 
 
 def _checked_options(given: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -121,10 +116,7 @@ def _checked_options(given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class _Fallback:
-    """Functions that call a compiled one until it cannot be compiled, then the eager one.
-
-    There is no list of the errors of a compiler. An error that the eager function raises too comes from the step or
-    the batch, and is raised. An error of the compiled function alone comes from compiling.
+    """Functions that call a compiled one until it raises Uncaptured, before it has written, then the eager one.
 
     Args:
         say: as in `prepared`.
@@ -138,7 +130,7 @@ class _Fallback:
         """Return such a function.
 
         Args:
-            compiled: leaves a state alive if it fails before any write to it.
+            compiled: the one.
             eager: the same function.
         """
         chosen = compiled
@@ -147,18 +139,11 @@ class _Fallback:
             nonlocal chosen
             try:
                 return chosen(state, *batch, **named)
-            except Exception as error:
-                if chosen is eager or not _may_come_from_compiling(error) or not is_alive(state):
-                    raise
-                try:
-                    result = eager(state, *batch, **named)
-                except Exception as own:
-                    raise own from error
-                reason = first_line(error)
-                # A function that cannot be captured is one of several; a compiler that fails does so for all of them.
-                kind = reason if isinstance(error, Uncaptured) else "a compiler's"
-            if kind not in self._said:
-                self._said.add(kind)
+            except Uncaptured as error:
+                reason = str(error).partition("\n")[0]
+            result = eager(state, *batch, **named)
+            if reason not in self._said:
+                self._said.add(reason)
                 self._say(reason)
             chosen = eager
             return result
@@ -180,13 +165,3 @@ class _Fallback:
         if carrying is not None:
             vars(eval_step)["carrying"] = carrying._replace(step=self.of(carrying.step, carrying.step.eager))
         return eval_step
-
-
-def _may_come_from_compiling(error: Exception) -> bool:
-    """True if an error may be a compiler's.
-
-    Errors of purestep are not, except that no graph can be made. Nor is a lack of memory, since eager needs more.
-    """
-    if isinstance(error, Uncaptured):
-        return True
-    return not isinstance(error, PurestepError | MemoryError | torch.OutOfMemoryError)

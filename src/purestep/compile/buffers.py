@@ -43,9 +43,9 @@ class HostCounters:
         """(seed, calls) of every member; of a plain state, one pair."""
         return [(seed, calls) for seed, calls in self._view().reshape(-1, 2).tolist()]
 
-    def advance(self, calls: int = 1) -> None:
-        """Add to the number of calls."""
-        self._view()[..., 1] += calls
+    def advance(self) -> None:
+        """Add one to the number of calls."""
+        self._view()[..., 1] += 1
 
     def _view(self) -> Any:
         # A write through numpy costs a twentieth of an in-place op. `share_memory_`, called when a state is sent to
@@ -239,11 +239,11 @@ class StateBuffers(Store):
 
         return [strided_clone(leaf) if is_part(leaf) else leaf for leaf in leaves]
 
-    def end(self, calls: int = 1) -> None:
+    def end(self) -> None:
         """Count a completed call and advance every key."""
-        self.calls += calls
+        self.calls += 1
         for host in self.hosts:
-            host.advance(calls)
+            host.advance()
         self.failed = False
 
 

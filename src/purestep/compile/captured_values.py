@@ -60,8 +60,10 @@ class CapturedValues:
             Uncaptured: numbers changed too often, and each change would compile a graph.
         """
         if self._places is None or not self._places.is_same():
-            before, self._places = self._places, _Places(self._step)
-            self._update(before)
+            places = _Places(self._step)
+            if (text := self._text_of(places)) != self._text and self._places is not None:
+                self._report(self._places.values, places.values)
+            self._places, self._text = places, text  # after an error the old ones stay, and the next call raises too
         return self._text
 
     def mark_compiled(self) -> None:
@@ -72,9 +74,9 @@ class CapturedValues:
         """
         from torch._subclasses.fake_tensor import FakeTensor
 
-        before, self._places = self._places, _Places(self._step)
+        before, places = self._places, _Places(self._step)
         if before is not None:
-            was, now = before.values, self._places.values
+            was, now = before.values, places.values
             stored = [name for name in now if isinstance(now[name], FakeTensor) and was.get(name) is not now[name]]
             if stored:
                 before.restore()
@@ -89,26 +91,21 @@ class CapturedValues:
                     "one value of it (cure: %s)",
                     *(counted[0], was[counted[0]], now[counted[0]], _NUMBER_CURE),
                 )
-        self._update(None)
+        self._places, self._text = places, self._text_of(places)
 
-    def _update(self, before: _Places | None) -> None:
-        assert self._places is not None
-        known = self._places.values.items()
-        text = repr({name: _fingerprint(value) for name, value in known if name not in self._ignored})
-        if text != self._text:
-            if before is not None:
-                self._report(before.values, self._places.values)
-            self._text = text
+    def _text_of(self, places: _Places) -> str:
+        known = places.values.items()
+        return repr({name: _fingerprint(value) for name, value in known if name not in self._ignored})
 
     def _report(self, before: dict[str, Any], after: dict[str, Any]) -> None:
         name = min(_changed(before, after) - self._ignored)
         was, now = before.get(name, _NOTHING), after.get(name, _NOTHING)
         is_number = isinstance(was, _SCALARS) and isinstance(now, _SCALARS)
+        if is_number and self._changes == _MAX_CHANGES:
+            what = f"the value has changed {_MAX_CHANGES + 1} times; each value would compile a graph"
+            raise capture.Uncaptured(what, where=name, hint=_NUMBER_CURE)
         self.objects += not is_number
         self._changes += is_number
-        if self._changes > _MAX_CHANGES:
-            what = f"the value has changed {self._changes} times; each value would compile a graph"
-            raise capture.Uncaptured(what, where=name, hint=_NUMBER_CURE)
         if self._changes + self.objects == 1:
             change = f"was {_short(was)}, is {_short(now)}"
             cure = _NUMBER_CURE if is_number else _OBJECT_CURE

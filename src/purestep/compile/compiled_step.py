@@ -20,10 +20,11 @@ from ..errors import PurestepError, StepContractError
 from ..state import packed, stacked
 from ..step import Accum, Adding, Closing
 from ..torch_ext import draws, tracing
+from ..torch_ext.tensor_layout import layout_guard
 from ..types import Empty, Metrics, Static, Steps, TrainState
 from . import capture, live_state
 from .buffers import HostCounters, Slots, StateBuffers, unaliased
-from .contract import checked, same_structure, unrolled
+from .contract import checked, same_structure
 from .cuda_graph import CudaGraphs
 from .graphs import CompiledGraph, Graphs, Options
 from .guards import (
@@ -32,7 +33,6 @@ from .guards import (
     leaf_name,
     resolved,
     signature,
-    signature_guard,
     without_text,
 )
 from .outputs import MetricVector, as_dict
@@ -49,7 +49,7 @@ class _Last(NamedTuple):
     surroundings: tuple[str, str]
     treedef: tree.TreeDef
     only: tuple[type, int] | None  # type and length of a batch that is a single tuple or list of tensors
-    guard: Callable[..., bool]  # (*buffers, *batch leaves, *outside) -> same signature
+    guard: Callable[..., bool]  # (*buffers, *batch leaves, *outside) -> same layouts; stricter than `signature`
     graph: CompiledGraph
 
     def leaves(self, buffers: list[Tensor], batch: tuple[Any, ...]) -> list[Any] | None:
@@ -79,7 +79,6 @@ class CompiledStep:
         options: Options,
         flush: bool = False,
         cuda_graph: bool | None = False,
-        unroll: int = 1,
         shared_with: CompiledStep | None = None,
     ) -> None:
         self.donate = donate
@@ -89,7 +88,6 @@ class CompiledStep:
         self.packings = shared_with.packings if shared_with else packed.Packings(static.labels if static else None)
         self.eager = step
         self._flush = flush
-        self.unroll = unroll
         self._replays = CudaGraphs(required=bool(cuda_graph)) if cuda_graph is not False and donate else None
         self._is_windowed = static is not None and static.accumulate > 1
         self._steps: dict[packed.Packing | None, Callable[..., Any]] = {None: step}
@@ -114,7 +112,7 @@ class CompiledStep:
 
     def __call__(self, state: Any, *batch: Any) -> tuple[Any, Metrics]:
         if tracing.in_graph():  # called by a step that is being captured
-            return self._steps_of(self.eager)(state, *batch)
+            return self.eager(state, *batch)
         new, metrics = self.call(state, *batch)
         return new, as_dict(metrics)
 
@@ -132,23 +130,9 @@ class CompiledStep:
             check_unfollowed(state)
         if self._flush and self._nothing_to_flush():
             return state, {}
-        if self.unroll > 1:
-            self._check_batches(batch)
         store = (self._live_store(state) if self.donate else None) or self._copy_in(state)
         store, metrics = self._call_packed(store, batch, unlike)
         return store.live() if self.donate else store.named, metrics
-
-    def _check_batches(self, batch: tuple[Any, ...]) -> None:
-        if len(batch) != 1 or not isinstance(batch[0], list) or not 1 <= len(batch[0]) <= self.unroll:
-            found = f"{len(batch)} arguments"
-            if len(batch) == 1:
-                size = f" of {len(batch[0])}" if isinstance(batch[0], list | tuple) else ""
-                found = f"a {type(batch[0]).__name__}{size}"
-            raise StepContractError(
-                f"the unrolled step was called with {found}",
-                where="batch",
-                hint=f"step(state, [batch, ...]): a list of 1 to {self.unroll} batches",
-            )
 
     def _nothing_to_flush(self) -> bool:
         assert self.static is not None  # a user-defined flush is not compiled
@@ -163,7 +147,7 @@ class CompiledStep:
                 self.packings.split(split.names)
                 fresh = self._copy_in(store.live())
                 store.begin()  # invalidates the input state
-                store.end(0)
+                store.failed = False
                 store = fresh
 
     def _call_once(self, store: StateBuffers, batch: tuple[Any, ...], unlike: Unlike) -> Metrics | MetricVector:
@@ -181,7 +165,7 @@ class CompiledStep:
         if store.is_read or batch[1:]:  # a context may alias the state's weights
             leaves, outside = store.without_aliases(leaves), store.without_aliases(outside)
         metrics = self._launch(graph, store, leaves, outside)
-        store.end(1 if self.unroll == 1 else len(batch[0]))
+        store.end()
         if self._is_windowed:
             self._count_window(store)
         return metrics
@@ -212,7 +196,7 @@ class CompiledStep:
         leaves, treedef = batch_leaves(batch)
         key = (store.slots.identity, phase)
         graph = self._graphs.find(key, treedef, leaves, store.buffers, lambda: self._core(store, phase, treedef))
-        same = signature_guard([*store.buffers, *leaves, *graph.outside])
+        same = layout_guard([*store.buffers, *leaves, *graph.outside])
         given: Any = batch[0] if len(batch) == 1 else None
         is_flat = type(given) in (tuple, list) and all(type(leaf) is Tensor for leaf in given)
         only = (type(given), len(given)) if is_flat else None
@@ -253,9 +237,6 @@ class CompiledStep:
         store.slots = self._graphs.slots.setdefault(key, store.slots)
         return store
 
-    def _steps_of(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        return step if self.unroll == 1 else unrolled(step)
-
     def _step_on(self, packing: packed.Packing | None) -> Callable[..., Any]:
         if packing not in self._steps:
             assert packing is not None
@@ -287,7 +268,7 @@ class CompiledStep:
                 host.left = self.static.accumulate if self._flush or host.left == 1 else host.left - 1
 
     def _core(self, store: StateBuffers, phase: tuple[type[Accum], ...], treedef: tree.TreeDef) -> Callable[..., Any]:
-        slots, step = store.slots, self._steps_of(self._step_on(store.packing))
+        slots, step = store.slots, self._step_on(store.packing)
 
         def core(buffers: list[Tensor], batch: list[Any]) -> Any:
             old = slots.gather(buffers)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from torch import Tensor
 
 from .. import tree
 from ..errors import StepContractError
-from ..metrics import merge, outputs
 from ..types import Metrics
 
 
@@ -95,26 +93,3 @@ def _other_node(old: tree.TreeDef, new: tree.TreeDef, path: str = "state") -> st
             if one != other:
                 return _other_node(one, other, f"{path}/{entry}")
     return f"{path} comes out with its keys in another order, or with other constructor arguments"
-
-
-def unrolled(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that runs the step on each batch of a list and merges the metrics.
-
-    Raises:
-        StepContractError: from the function: the step hands out `Loss.outputs`, which cannot be merged.
-    """
-
-    def steps(state: Any, batches: Sequence[Any]) -> tuple[Any, Metrics]:
-        total: Metrics = {}
-        for batch in batches:
-            state, metrics = checked(step(state, batch))
-            if outputs(metrics):
-                raise StepContractError(
-                    "the step hands out outputs, of which the merged metrics of several steps have none",
-                    where="step",
-                    hint="compile_step(step, unroll=1)",
-                )
-            total = merge(total, metrics)
-        return state, total
-
-    return steps

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from ..errors import StepContractError
+from ..torch_ext.tensor_layout import layout_guard
 from .buffers import StateBuffers, memory_of, strided_clone
-from .guards import signature, signature_guard
+from .guards import signature
 
 Run = Callable[[list[Tensor], list[Any], list[Tensor]], Any]
 """``(tensors, batch leaves, outside) -> metrics``, like `graphs.CompiledGraph`."""
@@ -39,7 +40,7 @@ class _Recording:
     def __init__(self, run: Run, leaves: list[Any], places: list[int], *, possible: bool) -> None:
         self.run = run  # kept alive, so that no other function gets its id
         self.places = places  # addresses of the tensors outside
-        self.fits = signature_guard(leaves)
+        self.fits = layout_guard(leaves)
         self.possible = possible
         self.calls = 0
         self.leaves: list[Any] = []

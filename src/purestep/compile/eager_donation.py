@@ -12,9 +12,8 @@ from .. import tree
 from ..errors import ConfigError
 from ..step import IDENTITY, static_of
 from ..torch_ext import tracing
-from ..types import Empty, Metrics, Program, Static, TrainState, Tree
+from ..types import Metrics, Program, Static, TrainState, Tree
 from . import live_state
-from .buffers import unwritable
 from .compiled_step import CompiledStep
 from .live_state import LiveState, Store
 
@@ -24,15 +23,13 @@ _KEY = TrainState._fields.index("key")
 class OwnedState(Store):
     """A state whose memory belongs to the steps of one donated program."""
 
-    def __init__(self, state: TrainState, owner: object, *, adopted: bool = False) -> None:
+    def __init__(self, state: TrainState, owner: object) -> None:
         super().__init__()
         self.owner = owner
         self.take(state)
-        self.adopted = adopted  # the memory of a plain state, until the first call returns
 
     def take(self, state: TrainState) -> None:
         """Hold the state that a call returned."""
-        self.adopted = False
         self.named, self.parts, self.exposed, self.is_read = state, [tuple(state)], None, False
 
     def tensors(self) -> list[Tensor]:
@@ -49,8 +46,6 @@ class Writes(local):
     version counters of tensors."""
 
     begun = False
-    harmed = False
-    """True if a call has failed after it wrote into the memory of a plain state."""
 
     def begin(self) -> None:
         """Note the first write."""
@@ -64,17 +59,12 @@ class DonatedStep:
         eager: the pure step.
         owning: the same step, which may write into the memory of its input.
         writes: common to the steps that may take each other's states.
-        adopts: take over the memory of the first plain state too.
     """
 
-    def __init__(
-        self, eager: Callable[..., Any], owning: Callable[..., Any], writes: Writes, *, adopts: bool = False
-    ) -> None:
+    def __init__(self, eager: Callable[..., Any], owning: Callable[..., Any], writes: Writes) -> None:
         self.eager = eager
-        self.adopts = adopts
         self._owning = owning
         self._writes = writes
-        self._has_adopted = not adopts
 
     def __call__(self, state: Any, *batch: Any) -> tuple[Any, Metrics]:
         if tracing.in_graph() or tracing.transformed():
@@ -85,9 +75,10 @@ class DonatedStep:
         store = self._own(state)
         if store is None:
             plain = TrainState(*state)
-            if not self.adopts and tracing.followed(plain.params.values()):
+            if tracing.followed(plain.params.values()):
                 return self.eager(plain, *batch)  # autograd keeps what it has recorded
-            store = self._taken(state, plain)
+            params, opt_state, average = tree.clone((plain.params, plain.opt_state, plain.ema))
+            store = OwnedState(plain._replace(params=params, opt_state=opt_state, ema=average), self._writes)
         self._writes.begun = False
         store.begin()
         try:
@@ -95,18 +86,11 @@ class DonatedStep:
         except BaseException:
             if not self._writes.begun:
                 store.undo()
-            else:
-                self._writes.harmed |= store.adopted
             raise
         store.take(new)
         store.calls += 1
         store.failed = False
         return live_state.live(store, 0), metrics
-
-    def has_harmed(self) -> bool:
-        """True if a call of this thread has failed after it wrote into the memory of a plain state, which cannot say
-        so itself."""
-        return self._writes.harmed
 
     def _own(self, state: TrainState) -> OwnedState | None:
         """The memory of a state of these steps; None if it is of others, or has been changed."""
@@ -115,48 +99,8 @@ class DonatedStep:
             return store
         return None
 
-    def _taken(self, state: TrainState, plain: TrainState) -> OwnedState:
-        """Take over a state, by a copy or in its own memory."""
-        written = plain.params, plain.opt_state, plain.ema
-        # A later plain state may be made of tensors of a live one, which would not hear of it.
-        adopted = not self._has_adopted and not isinstance(state, LiveState)
-        self._has_adopted |= adopted
-        written = _separate(written, plain) if adopted else tree.clone(written)
-        own = plain._replace(params=written[0], opt_state=written[1], ema=written[2])
-        return OwnedState(own, self._writes, adopted=adopted)
 
-    def kept(self, state: TrainState, new: TrainState) -> TrainState:
-        """The result of a pure call, written into the memory of its input state, as this step returns it."""
-        live_state.check_alive(state)
-        store = self._own(state) or self._taken(state, TrainState(*state))
-        store.begin()
-        old = store.named
-        try:
-            written = tree.map(_written, (old.params, old.opt_state, old.ema), (new.params, new.opt_state, new.ema))
-        except BaseException:
-            self._writes.harmed |= store.adopted
-            raise
-        store.take(new._replace(params=written[0], opt_state=written[1], ema=written[2]))
-        store.calls += 1
-        store.failed = False
-        return live_state.live(store, 0)
-
-
-def _written(old: Tensor, new: Tensor) -> Tensor:
-    if old.shape != new.shape or old.dtype != new.dtype or old.stride() != new.stride():
-        return new
-    return old if old is new else old.copy_(new)
-
-
-def _separate(written: Tree, state: TrainState) -> Tree:
-    """The leaves that steps write, copied if they share memory with another leaf of the state."""
-    own = tree.leaves(written)
-    others = tree.leaves(state._replace(params={}, opt_state=Empty(), ema=Empty()))
-    shared = unwritable([*others, *own])
-    return tree.map(lambda leaf: leaf.detach().clone() if id(leaf) in shared else leaf.detach(), written)
-
-
-def donate(program: Program, *, init: bool = False) -> Program:
+def donate(program: Program) -> Program:
     """Let the eager steps of a program write the new state into the memory of the old one, as a loop by hand does.
 
     Example:
@@ -179,8 +123,6 @@ def donate(program: Program, *, init: bool = False) -> Program:
 
     Args:
         program: from `program`, not compiled, for one process.
-        init: take over the memory of the first plain state as well, which cannot be read afterwards; later ones are
-            copied.
 
     Raises:
         ConfigError: the step is user-defined or compiled, or the program is distributed.
@@ -197,8 +139,8 @@ def donate(program: Program, *, init: bool = False) -> Program:
     owning = static.made.steps(IDENTITY._replace(before_write=writes.begin))
     flush: Any = program.flush
     if static_of(flush) is static:
-        flush = DonatedStep(flush, owning.flush, writes, adopts=init)
-    step = DonatedStep(program.train_step, owning.train_step, writes, adopts=init)
+        flush = DonatedStep(flush, owning.flush, writes)
+    step = DonatedStep(program.train_step, owning.train_step, writes)
     return program._replace(train_step=step, flush=flush)
 
 

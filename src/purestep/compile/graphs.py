@@ -15,7 +15,6 @@ from . import capture, fx_passes, sizes
 from .buffers import Slots
 from .capture import exclusive, log
 from .captured_values import CapturedValues
-from .first_run import guarded
 from .guards import TEXT, TorchSettings, check_layouts, constant, leaf_name, ranks, signature
 from .outputs import builder, numbers
 
@@ -282,8 +281,7 @@ class Graphs:
         except Exception as error:
             raise capture.capture_error(error, core, tensors, leaves) from error.__cause__
         self.count += 1
-        call = _with_own_error(_returning_tree(run, where, len(leaves), *found), core)
-        return CompiledGraph(guarded(call, tensors), outside, signature(outside), *traits)
+        return _compiled(run, traits, outside, core, where, len(leaves), *found)
 
     def _compile_general(
         self, core: Any, example: list[Any], tensors: list[Tensor], varying: sizes.Varying, place: int
@@ -305,8 +303,7 @@ class Graphs:
             return None
         run, traits, outside, fits = made
         self.count += 1
-        call = _with_own_error(_returning_tree(run, where, len(example), *found), core)
-        graph = CompiledGraph(guarded(call, tensors), outside, signature(outside), *traits)
+        graph = _compiled(run, traits, outside, core, where, len(example), *found)
         return _GeneralGraph(graph, lambda batch: fits([batch[index] for index in where]), place)
 
 
@@ -334,49 +331,47 @@ def _flatten_core(core: Any, leaves: list[Any], count: int) -> tuple[capture.Fla
     return flat, where, found
 
 
-def _returning_tree(
-    run: Callable[[list[Tensor]], Any], where: list[int], count: int, treedef: tree.TreeDef, is_scalar: list[bool]
-) -> Callable[[list[Tensor], list[Any], list[Tensor]], Any]:
-    """Wrap a traced graph: rebuild the result's tree from one vector of scalars and the other tensors."""
+def _compiled(
+    run: capture.Compiled,
+    traits: capture.Traits,
+    outside: list[Tensor],
+    core: Callable[..., Any],
+    where: list[int],
+    count: int,
+    treedef: tree.TreeDef,
+    is_scalar: list[bool],
+) -> CompiledGraph:
+    """A graph whose calls rebuild the result's tree from one vector of scalars and the other tensors.
+
+    If a call fails, and the eager step breaks its contract, it raises that error. A trace cannot see a buffer that a
+    kernel resizes (fake quantization with a scale for each channel); inductor's code asserts its size.
+    """
     all_tensors, build = len(where) == count, builder(treedef, is_scalar)
 
     def call(tensors: list[Tensor], batch: list[Any], outside: list[Tensor]) -> Any:
         inputs = batch if all_tensors else [batch[index] for index in where]
         try:
-            outputs = run([*tensors, *inputs, *outside])
-        except RuntimeError as error:
-            if note := _explanation(str(error)):
-                error.add_note(note)
-            raise
-        return build(outputs)
-
-    return call
-
-
-def _with_own_error(run: Callable[..., Any], core: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``run``: if it fails, and the eager step breaks its contract, raise that error. A trace cannot see a buffer
-    that a kernel resizes (fake quantization with a scale for each channel); inductor's code asserts its size."""
-
-    def call(tensors: list[Tensor], leaves: list[Any], outside: list[Tensor]) -> Any:
-        try:
-            return run(tensors, leaves, outside)
-        except (RuntimeError, AssertionError) as error:
-            if not isinstance(error, PurestepError | torch.OutOfMemoryError):
-                own = capture.capture_error(error, core, tensors, leaves)
-                if isinstance(own, StepContractError) and not isinstance(own, capture.Uncaptured):
-                    raise own from error
+            return build(run([*tensors, *inputs, *outside]))
+        except Exception as error:
+            if isinstance(error, PurestepError | torch.OutOfMemoryError):
+                raise
+            own = capture.capture_error(error, core, tensors, batch)
+            if isinstance(own, StepContractError) and not isinstance(own, capture.Uncaptured):
+                raise own from error
+            error.add_note(_explanation(str(error)))
             raise
 
-    return call
+    return CompiledGraph(call, outside, signature(outside), *traits)
 
 
 def _explanation(native: str) -> str:
-    """The cause of an error raised by inductor's code; empty for other errors, which explain themselves."""
+    """The cause of an error raised by the code of a graph, and the cure."""
     if "index out of bounds" in native:
         return (
             "an index is out of range: a class in the targets, a token, or a position (cure: give the model as many "
             "outputs, or embedding rows, as the data has; the same call in eager mode names the operation)"
         )
-    if "API call failed" in native:
-        return "call the step itself, in eager mode, with the same arguments: its error names the operation"
-    return ""
+    return (
+        "the error comes from compiled code (cure: call the step itself, in eager mode, with the same arguments; "
+        "in fit: compile=False)"
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import re
 from collections.abc import Callable
@@ -141,24 +140,6 @@ def _not_constant(value: Any) -> capture.Uncaptured:
         hint=f"make a dict of its tensors in the loader's collate_fn{own}; or run the step in eager mode "
         "(compile=False)",
     )
-
-
-def signature_guard(leaves: list[Any]) -> Callable[..., bool]:
-    """Return a fast check ``(*leaves) -> bool``: these are tensors of the same `signature`.
-
-    `tensor_layout.layout_guard` is stricter than `signature` (it also compares requires_grad and inference mode): if
-    the check fails, look the graph up by `signature`.
-    """
-    return tensor_layout.layout_guard(leaves) or functools.partial(_same_signature, signature(leaves))
-
-
-def _same_signature(known: tuple[Any, ...], *leaves: Any) -> bool:
-    for kind, leaf in zip(known, leaves, strict=True):
-        if type(leaf) is not Tensor or leaf.is_neg() or leaf.is_conj():
-            return False
-        if leaf.shape != kind[0] or leaf.stride() != kind[1] or leaf.dtype is not kind[2] or leaf.device != kind[3]:
-            return False
-    return True
 
 
 class TorchSettings:

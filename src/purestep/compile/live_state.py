@@ -53,7 +53,7 @@ class Store:
         self.parts: list[tuple[Any, ...]] = []  # the fields of each TrainState
         self.structure: tree.TreeDef | None = None  # of a tree of TrainStates, which are its leaves
         self.generation = 0
-        self.calls = 0  # one generation may take several calls
+        self.calls = 0  # a generation that was packed in another way has none
         self.failed = False  # the last call was interrupted
         self.is_read = False  # the caller has read the state, and may pass a part of it as a batch
         self.exposed: list[tuple[Any, Any]] | None = None  # dicts and lists that the caller has read, and their copies

@@ -84,8 +84,8 @@ class FitConfig(BaseModel):
 
     donate: fields.Donate = Field(default=True, examples=[True])
     """True: a step of `program`, compiled or not, reuses the memory of the states that the loop created: a callback
-    that keeps a state keeps ``ps.clone(event.state)``. ``"init"``: a step also reuses the memory of the initial
-    state, which cannot be read afterwards. False: it reuses none."""
+    that keeps a state keeps ``ps.clone(event.state)``. ``"init"``: a compiled step also reuses the memory of
+    the initial state, which cannot be read afterwards. False: it reuses none."""
 
     device: fields.Device = Field(default=None, examples=["cuda"])
     """The torch device to train on (``"cuda:1"``). None: the device of the state, but a state on the CPU is copied to

@@ -17,7 +17,7 @@ from ..data import BatchCheck
 from ..diagnostics import not_finite, purity
 from ..errors import NonFiniteError, PurestepError, StepContractError
 from ..step import counting
-from ..types import Metrics, Program, Tree
+from ..types import Metrics, Program, TrainState, Tree
 from .evaluate import check_pair
 from .loop_state import LoopState
 from .nonfinite_steps import FOUND, can_halt, halts
@@ -64,11 +64,9 @@ class TrainCall:
         own = step if isinstance(step, compile_.CompiledStep) else None
         self._step_checks_batch = own is not None
         self._step: Any = partial(own.call, unlike=self._other_batch) if own else counting(step)
-        # A checked call is pure: its result goes into the memory that the other calls would have written.
-        self._kept = step.kept if isinstance(step, compile_.DonatedStep) and step.adopts else None
-        self._has_harmed = step.has_harmed if isinstance(step, compile_.DonatedStep) else lambda: False
         self._anomalies = config.detect_anomaly  # read every result at once, and name the leaf that is not finite
         self._compiled = compile_.without_donation(program).train_step is not eager.train_step  # compares states itself
+        self._writes_init = self._compiled and config.donate == "init"
         self._check_purity = PurityCheck(eager, config.check_every, compiled=self._compiled)
         self._kind = purity.Kind(state)
         self._weights = {weight.dtype for part in states(state) for weight in tree.leaves(part.params)}
@@ -119,7 +117,8 @@ class TrainCall:
             raise
 
     def _note_failure(self, error: BaseException, state: Tree) -> None:
-        harmed = self._has_harmed() or not compile_.is_alive(state)
+        # A plain state cannot say that a step has overwritten it.
+        harmed = not compile_.is_alive(state) or (self._writes_init and type(state) is TrainState)
         self.broke_donation = harmed and not isinstance(error, PurestepError)
 
     def _unchecked(self, state: Tree, batch: Any) -> tuple[Tree, Metrics | MetricVector]:
@@ -135,8 +134,6 @@ class TrainCall:
         result = self._check_purity(state, batch, place) if calls == self._check_purity.next_call else None
         if result is None or self._compiled:
             result = self._unchecked(state, batch)
-        elif self._kept is not None:
-            result = self._kept(state, result[0]), result[1]
         if not self._compiled:
             self._compare(result[0], place)
         self._next_check = min(self._check_purity.next_call, calls * 2 if calls < _EVERY else calls + _EVERY)

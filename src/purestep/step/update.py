@@ -2,8 +2,9 @@
 
 The decision has one order: a halted state and a window without targets change nothing; a loss or gradient that is not
 finite lowers the scale, and halts the state where it cannot be lowered; an invalid learning rate halts it; else the
-update is applied. `_on_host` reads the facts and returns early, in an eager step on the CPU. `_on_device` computes both
-results, and selects one: the host would wait for a GPU, and a graph or a transform of `torch.func` has no values.
+update is applied. Nothing is read on the host, which would wait for a GPU, and a graph or a transform of `torch.func`
+has no values. So both results are computed, and one is selected; a kernel of torch that writes in place is told whether
+to write.
 """
 
 from __future__ import annotations
@@ -72,80 +73,6 @@ def apply(
         grads = unscaled(grads, scale)
     norm = ((form.exchange and form.exchange.norm) or optim.global_norm)(grads)
     window = _Window(spec, form, state, grads, norm, buffers, skipped, value_and_grad)
-    return (_on_host if tracing.may_branch(norm) else _on_device)(window, weight, verdict)
-
-
-# --- the host reads -------------------------------------------------------------------------------------------------
-
-
-def _on_host(window: _Window, weight: Tensor, verdict: Tensor) -> tuple[TrainState, Metrics, Tensor]:
-    spec, state = window.spec, window.state
-    if is_halted(state) or weight.item() == 0:
-        return _refused(window, finite=None)
-    if not (window.norm.item() < math.inf and abs(verdict.item()) < math.inf):
-        return _refused(window, finite=False)
-    plan, params, opt_state = _plan(window), state.params, state.opt_state
-    if plan is None:
-        params, opt_state, fits = _by_tree(window)
-        if fits is not None and not fits.item():
-            return _refused(window, finite=False)
-    rates = rates_of(opt_state if plan is None else plan.state)
-    # A schedule may return any value. A plan's other rates are numbers, checked before.
-    if (plan is None or plan.rates) and not _in_range(rates):
-        return _refused(window, finite=True, rates=rates)
-    if plan is not None:
-        params, opt_state = _by_kernels(window, plan, ready=None)
-    params, opt_state, average = _with_average(window, params, opt_state, in_place=plan is not None)
-    true = torch.ones((), dtype=torch.bool)
-    new = state._replace(
-        updates=state.updates + 1,
-        params=params,
-        opt_state=opt_state,
-        ema=average,
-        scaler=spec.scaler.update(state.scaler, true),
-    )
-    return new, _update_metrics(state, rates, window.norm, applied=torch.ones(())), true
-
-
-def _refused(
-    window: _Window, *, finite: bool | None, rates: dict[str, Tensor] | None = None
-) -> tuple[TrainState, Metrics, Tensor]:
-    """The state without an update. ``finite`` is None if the window does not count; ``rates`` are those of an update
-    of which one is invalid."""
-    spec, state = window.spec, window.state
-    scaler, fails = state.scaler, rates is not None
-    if finite is False:
-        false = torch.zeros((), dtype=torch.bool)
-        scaler = spec.scaler.update(state.scaler, false)
-        fails = bool(spec.scaler.exhausted(scaler, false))
-    kept = state.params, state.opt_state, state.ema
-    params, opt_state, average = kept if window.form.before_write is not None else tree.clone(kept)
-    new = state._replace(updates=state.updates + 0, params=params, opt_state=opt_state, ema=average, scaler=scaler)
-    if fails and not isinstance(state.halted, Empty):
-        new = new._replace(halted=state.step + 1)
-    shown = rates or {name: torch.zeros_like(rate) for name, rate in rates_of(state.opt_state).items()}
-    metrics = _update_metrics(state, shown, torch.zeros_like(window.norm), applied=torch.zeros(()))
-    return new, metrics, torch.full((), finite is True)
-
-
-def _with_average(window: _Window, params: Params, opt_state: Tree, *, in_place: bool) -> tuple[Params, Tree, Tree]:
-    """The parameters, the optimizer state and their average after an update. ``in_place``: a kernel has made them."""
-    state, average, before_write = window.state, window.spec.average, window.form.before_write
-    update = average.update
-    if average.in_place is not None and before_write is not None:
-        before_write()
-        update = average.in_place
-    new = params, opt_state, update(state.ema, params, window.buffers, state.updates)
-    if in_place and average.in_place is not None:
-        return new
-    return _separate(new, (state.params, state.opt_state, state.ema), state)
-
-
-# --- the device selects ---------------------------------------------------------------------------------------------
-
-
-def _on_device(window: _Window, weight: Tensor, verdict: Tensor) -> tuple[TrainState, Metrics, Tensor]:
-    spec, state = window.spec, window.state
     counts = weight != 0
     if not isinstance(state.halted, Empty):
         counts = counts & (state.halted == 0)
@@ -190,11 +117,6 @@ def _on_device(window: _Window, weight: Tensor, verdict: Tensor) -> tuple[TrainS
     }
     norm = torch.where(applied, window.norm, torch.zeros_like(window.norm))
     return new, _update_metrics(state, shown, norm, applied=share), attempted
-
-
-def _in_range(rates: dict[str, Tensor]) -> bool:
-    """As `_usable`, on the host."""
-    return all(0 <= rate.item() < math.inf for rate in rates.values())
 
 
 def _usable(rates: Iterable[Tensor]) -> Tensor | None:

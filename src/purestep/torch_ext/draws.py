@@ -27,7 +27,7 @@ _generators: ContextVar[Sequence[torch.Generator]] = ContextVar("member_generato
 
 
 class RefusedDraw(StepContractError):
-    """A graph cannot hold this random operator."""
+    """A graph, or a member of an ensemble, cannot draw by this operator."""
 
 
 @contextmanager
@@ -92,7 +92,7 @@ def drawn(
     made = _empty(size, stride, dtype, members)
     for part, generator in _parts(made, members):
         if fill == _PERMUTATION:
-            torch.randperm(len(part), generator=generator, out=part)
+            torch.randperm(len(part), out=part)
         else:
             FILLS[fill](part, *(whole or ()), *(numbers or ()), generator=generator)  # AOTInductor gives None for []
     return made
@@ -155,7 +155,7 @@ _REFUSED = {
     *("multinomial", "poisson", "binomial", "_standard_gamma", "_sample_dirichlet"),
     *("rrelu_with_noise", "rrelu_with_noise_", "rrelu_with_noise_functional"),
 }
-"""Operators that compilers lower in ways of their own."""
+"""Operators without a fill in place, which compilers lower in ways of their own."""
 
 
 class Draws(TorchDispatchMode):
@@ -164,11 +164,10 @@ class Draws(TorchDispatchMode):
     In a graph it replaces draws on the CPU without an explicit generator. Other devices have numbers of their own.
 
     Args:
-        members: the leading dimension of the tensors under `torch.func.vmap`; 0: a graph of one model. In eager mode
-            members draw from other samplers too as they do alone.
+        members: the leading dimension of the tensors under `torch.func.vmap`; 0: a graph of one model.
 
     Raises:
-        RefusedDraw: a sampler that a graph cannot hold.
+        RefusedDraw: a sampler without a rule here.
 
     Example:
         >>> def noisy(x):
@@ -189,7 +188,6 @@ class Draws(TorchDispatchMode):
     def __init__(self, members: int = 0) -> None:
         super().__init__()
         self._members = members
-        self._permuted = 0  # permutations drawn by members, one after another
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if tracing.has_parts(types):
@@ -201,19 +199,22 @@ class Draws(TorchDispatchMode):
         if given.get("generator") is not None or given.get("training") is False:  # a ReLU in evaluation draws nothing
             return func(*args, **kwargs)
         name, in_graph = func._schema.name.removeprefix("aten::"), not self._members or tracing.in_graph()
-        if in_graph and name in _REFUSED:
-            raise RefusedDraw(
-                f"the step draws with aten::{name}, which a graph cannot hold",
-                where="step",
-                hint="draw in the loader, and pass the numbers in the batch; or call the step itself, in eager mode "
-                "(in fit: compile=False)",
-            )
-        made = NotImplemented
-        if not in_graph or _is_on_cpu(given):
-            made = self._replaced(func, name, given, DRAWN if in_graph else drawn, COINS if in_graph else coins)
-        if made is not NotImplemented:
-            return made
-        return func(*args, **kwargs) if in_graph else self._sampled(func, args, kwargs)
+        if name in _REFUSED:
+            raise self._refused(name)
+        if in_graph and not _is_on_cpu(given):
+            return func(*args, **kwargs)
+        made = self._replaced(func, name, given, DRAWN if in_graph else drawn, COINS if in_graph else coins)
+        if made is NotImplemented and self._members:
+            raise self._refused(name)
+        return func(*args, **kwargs) if made is NotImplemented else made
+
+    def _refused(self, name: str) -> RefusedDraw:
+        cure = "draw in the loader, and pass the numbers in the batch"
+        if self._members:
+            what, other = "which a member of an ensemble cannot", "or train the members one by one"
+        else:
+            what, other = "which a graph cannot hold", "or call the step itself, in eager mode (in fit: compile=False)"
+        return RefusedDraw(f"the step draws with aten::{name}, {what}", where="step", hint=f"{cure}; {other}")
 
     def _replaced(self, func: Any, name: str, given: dict[str, Any], drawn: Any, coins: Any) -> Any:
         """The result of a random operator; NotImplemented for one without a rule."""
@@ -245,35 +246,13 @@ class Draws(TorchDispatchMode):
             return mask if mask is NotImplemented else (source * (mask / (1 - given["p"])), mask.to(torch.bool))
         elif name == "normal" and "size" not in given:
             return _normal(fill, given["mean"], given["std"])
-        elif name in _NEW:
+        elif name in _NEW and not (self._members and name == "randperm"):
             operator, numbers = _NEW[name](given)
             made = fill(operator, _allocated(given), numbers)
         return source.copy_(made) if made is not NotImplemented and name.endswith("_") else made
 
     def _fits(self, like: Tensor) -> bool:
         return not self._members or (like.dim() > 0 and like.shape[0] == self._members)
-
-    def _sampled(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Call an operator once for each member, on its part of the tensors."""
-        generators = _generators.get()
-        func = _aten.randperm.generator if func is _aten.randperm.default else func
-        if not any(argument.name == "generator" for argument in func._schema.arguments):
-            return func(*args, **kwargs)
-        tensors = [leaf for leaf in args if isinstance(leaf, Tensor)]
-        most = max((leaf.dim() for leaf in tensors), default=0)  # a tensor of fewer dimensions is not mapped
-        rows = {leaf.shape[0] if most else 1 for leaf in tensors if leaf.dim() == most}
-        if not tensors:  # `randperm`: vmap calls it for one member after another
-            self._permuted += 1
-            return func(*args, **{**kwargs, "generator": generators[(self._permuted - 1) % self._members]})
-        if len(rows) != 1 or next(iter(rows)) % self._members:
-            return func(*args, **kwargs)
-        count = next(iter(rows)) // self._members
-        made = list[Tensor]()
-        for index, generator in enumerate(generators):
-            part = slice(index * count, (index + 1) * count)
-            own = [leaf[part] if isinstance(leaf, Tensor) and leaf.dim() == most else leaf for leaf in args]
-            made.append(func(*own, **{**kwargs, "generator": generator}))
-        return args[0] if func._schema.is_mutable else torch.cat(made)
 
 
 def _bound(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

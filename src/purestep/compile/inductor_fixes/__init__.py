@@ -6,7 +6,6 @@
     permutations      an index by `torch.randperm` does not compile
     philox            failed launches on CUDA: the random state of attention kernels
     early_reductions  memory: losses and metrics that wait for the end of a step
-    trace_order       other random numbers with torch 2.11: draws that change places
     inplace_reuse     memory: results that do not reuse the memory of their inputs
 
 A file names the issue of torch where one is known. A file whose test passes without it goes.
@@ -25,7 +24,6 @@ from . import (
     permutations,
     philox,
     scalar_views,
-    trace_order,
 )
 
 PASS = "post_grad_custom_post_pass"
@@ -63,4 +61,4 @@ def options(given: Mapping[str, Any] | None) -> dict[str, Any]:
             files = (__file__, *(str(module.__file__) for module in _PASSES))
             return (passes.get_hash_for_files(files), *found) if all(found) else None
 
-    return {**inplace_reuse.option(given), **trace_order.OPTIONS, **given, PASS: Passes()}
+    return {**inplace_reuse.option(given), **given, PASS: Passes()}
