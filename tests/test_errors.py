@@ -172,7 +172,8 @@ def test_another_runs_directory_is_told_of(tmp_path: Path, caplog: pytest.LogCap
     assert not _warnings(caplog)
     run(epochs=2)
     assert _warnings(caplog) == [
-        "nothing is trained: the run had ended already, by epochs, after 2 epochs and 2 updates"
+        f"nothing is trained: the run of {'/'.join(tmp_path.parts[-2:])} had ended already, by epochs, after 2 epochs "
+        "and 2 updates"
     ]
     caplog.clear()
     run(seed=1, epochs=3)
@@ -180,8 +181,7 @@ def test_another_runs_directory_is_told_of(tmp_path: Path, caplog: pytest.LogCap
     assert told.startswith("the state given has seed 1, and the run that goes on has seed 0")
     with pytest.raises(errors.Mismatch) as caught:
         run(hidden=9, epochs=3)
-    (note,) = caught.value.__notes__
-    assert "is another run's (cure: snapshots=<another directory>, or resume=None" in note
+    assert f"(cure: if {tmp_path} is another run's: snapshots=<another directory>, or resume=None" in str(caught.value)
 
 
 def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -213,7 +213,7 @@ class _Run:
         error: BaseException | None = None
         try:
             self.checkpointer.begin(self.loop)
-            self.loop = self.loop.stopped(policy.ended_before(self.monitor, self.loop))
+            self.loop = self.loop.stopped(policy.ended_before(self.monitor, self.loop, self.checkpointer.directory))
             self._dispatch(self._fit_start())
             self.loop = self.decisions.compare(self.loop, self.state)
             while self.loop.stop is None:
@@ -476,7 +476,7 @@ class _Run:
         return state, loop
 
     def _fit_start(self) -> events.FitStart:
-        loop, snapshots = self.loop, self.checkpointer.snapshots
+        loop = self.loop
         epochs, steps = (None if limit == -1 else limit for limit in (self.config.epochs, self.config.steps))
         return events.FitStart(
             self.state,
@@ -485,7 +485,7 @@ class _Run:
             epochs,
             steps,
             self.feeds.train.length,
-            None if snapshots is None else snapshots.directory,
+            self.checkpointer.directory,
             self.is_resumed,
             dict(loop.history),
             lambda: self.callbacks.position(self.loop),

@@ -6,6 +6,7 @@ import logging
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import data, stopping
@@ -196,14 +197,16 @@ def below_minimum(config: FitConfig, loop: LoopState) -> bool:
     return loop.epoch < (config.min_epochs or 0) or loop.updates_at_most < (config.min_steps or 0)
 
 
-def ended_before(monitor: Monitor, loop: LoopState) -> str | None:
-    """Return why a resumed run has ended already, with a warning: otherwise it would look trained."""
+def ended_before(monitor: Monitor, loop: LoopState, directory: Path | None) -> str | None:
+    """Return why a resumed run has ended already, with a warning: otherwise it would look trained. ``directory`` is
+    that of its snapshots."""
     reason = "early_stopping" if monitor.should_stop(loop) else limit_reached(monitor.config, loop)
     if reason == "steps" and loop.batch and loop.lacks_row:
         return None  # its last row is missing
     if reason is not None:
-        text = "nothing is trained: the run had ended already, by %s, after %d epochs and %d updates"
-        _log.warning(text, reason, loop.epoch, loop.updates)
+        text = "nothing is trained: the run%s had ended already, by %s, after %d epochs and %d updates"
+        where = f" of {'/'.join(directory.parts[-2:])}" if directory else ""
+        _log.warning(text, where, reason, loop.epoch, loop.updates)
     return reason
 
 

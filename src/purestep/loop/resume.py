@@ -125,11 +125,10 @@ def _newest_own(state: Tree, snapshots: Snapshots) -> Snapshot | None:
     try:
         return snapshots.restore(state)
     except Mismatch as error:
-        error.add_note(
-            f"fit goes on from the newest snapshot of its directory, and {snapshots.directory} is another run's "
-            "(cure: snapshots=<another directory>, or resume=None, which sets that run aside)"
+        other = (
+            f"if {snapshots.directory} is another run's: snapshots=<another directory>, or resume=None to set it aside"
         )
-        raise
+        raise Mismatch(error.what, where=error.where, hint=f"{other}; else {error.hint}") from None
     except NotFound:
         log.info("fresh start: no snapshot in %s", snapshots.directory)
         return None

@@ -39,6 +39,11 @@ class Checkpointer:
         self._saved = saved
         self._rows: dict[int, dict[str, float]] = {}  # call -> its row of the history; the last one, until it is saved
 
+    @property
+    def directory(self) -> Path | None:
+        """That of the snapshots; None to save nothing."""
+        return None if self.snapshots is None else self.snapshots.directory
+
     def begin(self, loop: LoopState) -> None:
         """Let the policy of the snapshots count from here."""
         if self.snapshots is not None:

@@ -129,7 +129,7 @@ def progress(stream: TextIO | None = None) -> ProgressBar:
 
     The bar shows batches and the remaining time of the epoch, and the numbers of the last log line. Lines that are
     printed have less than 120 characters. Both stay within the width of a terminal: other metrics than losses, learning
-    rate and speed are dropped, the last one first.
+    rate and speed are dropped, those of training first. ``python -m purestep show`` has all.
 
     Args:
         stream: to print to, standard output by default.
@@ -141,13 +141,14 @@ def progress(stream: TextIO | None = None) -> ProgressBar:
 
 
 def _numbers(values: Mapping[str, Any], rate: float, *, prefix: str = "", room: int | None = None) -> list[str]:
-    """The numbers as texts: losses, other metrics, learning rates and speed. Other metrics are dropped from the last
-    until all fit into ``room``, then the rest from the last."""
+    """The numbers as texts: losses, other metrics (those of evaluations first), learning rates and speed. Other metrics
+    are dropped from the last until all fit into ``room``, then the rest from the last."""
     rates = [name for name in values if name.startswith("lr/")] or [name for name in values if name == "lr"]
     losses = [name for name in ("train_loss", "val_loss") if name in values]
     placed = {*losses, *rates, "lr", "grad_norm", "scale"}
     entries = {name for name in values if vector_name(name) in values}  # the mean of the vector is shown
     other = [name for name in values if name not in placed and name not in entries]
+    other.sort(key=lambda name: name.startswith("train_"))
     other += [name for name in ("grad_norm", "scale") if name in values]
     first, middle = (
         [f"{name.removeprefix(prefix)} {_shown(values[name])}" for name in names] for names in (losses, other)
