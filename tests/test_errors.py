@@ -184,6 +184,29 @@ def test_another_runs_directory_is_told_of(tmp_path: Path, caplog: pytest.LogCap
     assert f"(cure: if {tmp_path} is another run's: snapshots=<another directory>, or resume=None" in str(caught.value)
 
 
+def test_an_epoch_without_a_target_is_told_of(caplog: pytest.LogCaptureFixture):
+    x, y = vector_batch()
+    made = ps.program(nn.Linear(4, 3), ps.supervised(nn.CrossEntropyLoss()), optim.sgd(0.1))
+    ps.fit(made.init(), [(x, torch.full_like(y, -100))], made, epochs=2, progress=False)
+    (told,) = _warnings(caplog)
+    assert told.startswith("epoch 1 has made no update: no target counted")
+    caplog.clear()
+    ps.fit(made.init(), [(x, y)], made, epochs=1, progress=False)
+    assert not _warnings(caplog)
+
+
+def test_flags_that_change_after_the_program_are_told_of():
+    net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3))
+    made = ps.program(net, ps.supervised(nn.CrossEntropyLoss()), optim.sgd(0.1))
+    net[0].requires_grad_(False)
+    with pytest.warns(UserWarning, match=r"^0.weight, 0.bias are still trained: .*call ps.program\(model, ...\) again"):
+        made.init()
+    made = ps.program(net, ps.supervised(nn.CrossEntropyLoss()), optim.sgd(0.1))
+    net[0].weight.requires_grad_(True)
+    with pytest.warns(UserWarning, match=r"^0.weight is still frozen: "):
+        made.init()
+
+
 def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
 

@@ -266,3 +266,10 @@ def test_a_module_in_the_closure_of_a_step_of_ones_own_is_not_written():
 
     with pytest.raises(StepContractError, match=r"test_testing\.py:\d+: the step writes"):
         ps.testing.assert_pure(step, torch.zeros(()), torch.rand(8, 4))
+
+
+def test_the_state_of_a_donated_step_is_checked_like_any_other():
+    program = ps.program(nn.Linear(2, 1), ps.supervised(nn.MSELoss()), ps.optim.sgd(0.1))
+    batch = torch.ones(4, 2), torch.zeros(4, 1)
+    live, _ = ps.compile_step(program.train_step, donate=True, backend="aot_eager")(program.init(), batch)
+    ps.testing.assert_pure(program.train_step, live, batch)

@@ -264,9 +264,15 @@ def test_masked_changes_what_is_selected(mask: Any) -> None:
 
 def test_a_list_is_no_mask() -> None:
     with pytest.raises(
-        ConfigError, match=r"mask: it is a list, not a mapping of names \(cure: pass mask=\{\"w\": True, ...\}"
+        ConfigError, match=r"mask: it is a list, .* \(cure: mask=optim.decay_mask\(model\), \{\"w\": True"
     ):
         optim.masked(optim.scale(0.0), ["w"]).init({"w": torch.ones(2)})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mask", [lambda name, p: p.ndim > 1, lambda p: p.ndim > 1])
+def test_a_function_of_one_parameter_is_no_mask(mask: Any) -> None:
+    with pytest.raises(ConfigError, match=r"called with the dict .* fails: .*\(cure: mask=optim.decay_mask\(model\)"):
+        optim.masked(optim.scale(0.0), mask).init({"w": torch.ones(2)})
 
 
 def test_masked_has_state_for_what_is_selected_alone() -> None:

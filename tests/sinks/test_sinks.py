@@ -110,7 +110,7 @@ def test_inside_of_an_epoch_its_own_number_is_told():
     sink = progress(stream)
     sink(start(epochs=None))
     sink(EpochEnd(STATE, 0, 4, {"epoch": 1, "step": 4, "near": 0.0}, True, "steps"))
-    assert stream.getvalue().splitlines() == ["epoch 1  step 4  near 0.000", "stopped in epoch 1: steps"]
+    assert stream.getvalue().splitlines() == ["epoch 1  update 4  near 0.000", "stopped in epoch 1: steps"]
 
 
 def test_a_long_epoch_is_not_silent(monkeypatch: pytest.MonkeyPatch):
@@ -259,7 +259,7 @@ def test_a_printed_line_has_less_than_120_characters_and_no_number_twice():
     sink(EpochEnd(STATE, 1, 4, record, True, None, 512.3))
     line = stream.getvalue().removesuffix("\n")
     assert len(line) < 120
-    assert line.startswith("epoch 1/3  train_loss 0.500  val_loss 0.250  train_a_rather_long_name_0 0.500")
+    assert line.startswith("epoch 1/3  train_loss 0.500  val_loss 0.250  val_class0 0.500")
     assert line.endswith("  lr 1.0e-03  512 steps/s")
     assert "[" not in line
     names = re.findall(r"  ([a-z_0-9]+) ", line)

@@ -191,7 +191,10 @@ def check_repeated(first: Pair, second: Pair) -> None:
     `torch.use_deterministic_algorithms` is set: metrics may then differ by 1 %, and floating leaves of the state by any
     amount, because an optimizer can turn a rounding error into a whole step.
     """
-    hint = "pass everything that the step reads as an argument: no counters, clocks, caches or global generators"
+    hint = (
+        "pass everything that the step reads as an argument: no counters, clocks, caches or generators (torch.randn "
+        "without generator= draws from the state's key)"
+    )
     if tree.paths(first) != tree.paths(second):
         raise Impure("the second call with the same state and batch returns another structure", where="step", hint=hint)
     for name, one, other in zip(("state", "metrics"), first, second, strict=True):

@@ -285,6 +285,7 @@ class _Run:
         self._settle(wait=True)
         files.failpoint("loop.epoch")
         self.schedule.warn_of_length(self.loop)
+        policy.warn_of_no_update(self.loop)
         loop = self.loop.next_epoch()
         self._boundary(loop, self.schedule.at_end(loop))
         self._decide()

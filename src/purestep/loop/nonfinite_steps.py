@@ -236,6 +236,8 @@ def _explained(
         parts.insert(0, str(found.first))
     if found.loss is not None:
         parts.append(f"loss {found.loss:.6g}")
+    if any(path.startswith("params/") for path, _ in leaves):
+        parts.append("an earlier update has written weights that are not finite")
     shown = "; ".join(filter(None, (*parts, "the state is the one before that call")))
     listed = "" if items is None else f", items {_listed(items)}"
     explained = _like(

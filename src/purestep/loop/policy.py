@@ -210,6 +210,15 @@ def ended_before(monitor: Monitor, loop: LoopState, directory: Path | None) -> s
     return reason
 
 
+def warn_of_no_update(loop: LoopState) -> None:
+    """Warn at the end of the first epoch if it has updated nothing. ``loop`` is that of the epoch, with all metrics."""
+    if loop.epoch == 0 and loop.batch and not loop.updates and not loop.is_window_open:
+        _log.warning(
+            "epoch 1 has made no update: no target counted, or no loss was finite (cure: labels other than -100; "
+            "a weight above 0 in ps.Loss; a smaller learning rate)"
+        )
+
+
 _WARNED: weakref.WeakSet[Any] = weakref.WeakSet()  # `Static.made.steps` of programs, which no other program has
 _TOO_MUCH = 0.05  # share of the first weights in the average, above which it is no average of the end of the run
 

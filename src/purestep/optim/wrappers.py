@@ -187,9 +187,13 @@ def _resolve(mask: Mask, params: Params) -> dict[str, bool]:
         if not any(selected.values()):
             raise ConfigError(f"{mask!r} matches no parameter", where="mask", hint=nearest_names(mask, params))
         return selected
-    resolved: Any = mask(params) if callable(mask) else mask
+    hint = f'mask=optim.decay_mask(model), {{"{_first(params)}": True, ...}}, or a regular expression'
+    try:
+        resolved: Any = mask(params) if callable(mask) else mask
+    except (TypeError, AttributeError) as error:
+        what = f"as a function it is called with the dict of the parameters by name, and fails: {error}"
+        raise ConfigError(what, where="mask", hint=hint) from error
     if not isinstance(resolved, Mapping):
-        hint = f'pass mask={{"{_first(params)}": True, ...}}, or a regular expression'
         raise ConfigError(f"it is a {type(resolved).__name__}, not a mapping of names", where="mask", hint=hint)
     resolved = cast(Mapping[str, Any], resolved)
     missing = [name for name in params if name not in resolved]

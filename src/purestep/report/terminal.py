@@ -56,7 +56,8 @@ def _facts(run: StoredRun, *, verified: bool) -> list[tuple[str, str]]:
         metric, row = run.monitor[0], run.history[run.best]
         metrics = next((found.metrics for found in run.snapshots if found.step == run.best_step), {})
         kept = f"snapshot {run.best_step}" if metrics.get(metric) == row.get(metric) else "not kept as a snapshot"
-        facts.append(("best", f"{metric} {number_text(row.get(metric))} at epoch {row.get('epoch')}, {kept}"))
+        place = f"epoch {row.get('epoch')}, update {row.get('step')}"
+        facts.append(("best", f"{metric} {number_text(row.get(metric))} at {place}, {kept}"))
     steps = ", ".join(str(summary.step) for summary in intact[-8:])
     more = "..., " if len(intact) > 8 else ""
     aside = f"; set aside: {', '.join(run.set_aside)}" if run.set_aside else ""
@@ -87,7 +88,7 @@ def _rows(run: StoredRun, width: int) -> Table:
         room -= max(map(len, [name, *cells])) + 3
         if room < 0 and len(table.columns):
             break
-        table.add_column(_safe(name), justify="right", no_wrap=True)
+        table.add_column("update" if name == "step" else _safe(name), justify="right", no_wrap=True)
     shown = names[: len(table.columns)]
     for row in rows:
         table.add_row(*(_safe(_cell(run, row, name)) for name in shown))

@@ -82,7 +82,8 @@ class ProgressBar:
     def _end_epoch(self, event: EpochEnd) -> None:
         epoch = int(event.record.get("epoch") or event.epoch)  # inside an epoch, one more than are completed
         hidden = {"epoch"} if epoch != event.epoch else {"epoch", "step"}
-        shown = {key: value for key, value in event.record.items() if key not in hidden and value is not None}
+        names = {"step": "update"}
+        shown = {names.get(key, key): v for key, v in event.record.items() if key not in hidden and v is not None}
         rate = event.steps_per_second or self._rate
         width = _WIDTH if self._bar is None else min(_WIDTH, self._bar.width)
         self._print(_fitted(self._epoch(epoch), shown, rate, width))

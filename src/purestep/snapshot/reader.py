@@ -65,7 +65,7 @@ def read(folder: Path, template: Tree, prefixes: set[str] | None, *, warn: bool 
             stored |= below
         sources |= moved
     is_first = meshes.here().rank == 0  # of several processes, one logs
-    if is_first:
+    if is_first and prefixes is not None:
         _warn_of_other_fields(template, sources, manifest)
     held = {path: manifest.leaves[path] for path in stored}
     held |= {path: manifest.leaves[source] for path, source in sources.items() if source in manifest.leaves}

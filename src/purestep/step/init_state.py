@@ -110,7 +110,7 @@ def _warn_of_flags(names: functional.Names, trained: Params, frozen: Params) -> 
         changed, what = [name for name in names.frozen if name in trained], "still frozen: requires_grad_(True) came"
     if changed:
         more = f" and {len(changed) - 2} more are" if len(changed) > 2 else " is" if len(changed) == 1 else " are"
-        text = f"{', '.join(changed[:2])}{more} {what} behind ps.program (cure: call ps.program(model, ...) again)"
+        text = f"{', '.join(changed[:2])}{more} {what} after ps.program (cure: call ps.program(model, ...) again)"
         warnings.warn(text, UserWarning, stacklevel=3)
 
 
