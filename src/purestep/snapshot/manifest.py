@@ -160,7 +160,10 @@ def describe(kinds: Mapping[str, staging.Kind]) -> dict[str, Leaf]:
     }
 
 
-_WHOLE = 'pass a template like the saved state; for its weights alone, call restore(template, only="params")'
+_WHOLE = (
+    "for a new run pass another directory; else pass a template like the saved state; "
+    'for its weights alone call restore(template, only="params")'
+)
 _SHOWN = 10  # leaves of a Mismatch
 _PART = "pass a template whose leaves fit the saved ones, or only= prefixes of leaves that fit"
 
