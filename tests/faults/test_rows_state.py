@@ -60,7 +60,11 @@ def test_row_44_an_unsupported_leaf(kind: str) -> None:
 @pytest.mark.row("F44")
 def test_row_44_all_bad_paths_in_one_message() -> None:
     bad = {"a": 1, "b": torch.ones(1), "c": {"d": "text"}, "e": (torch.ones(1), {2})}
-    refused(StateError, "^init_state: a: int is not a tensor; c/d: str is not a tensor; e/1: set is not a tensor ", lambda: trained(bad))
+    refused(
+        StateError,
+        "^init_state: a: int is not a tensor; c/d: str is not a tensor; e/1: set is not a tensor ",
+        lambda: trained(bad),
+    )
     for node in (dict, list):
         nested = "^f/.*: the tree contains itself here .cure: pass no dict or list that contains itself"
         refused(StateError, nested, lambda node=node: trained({**bad, "f": inside_itself(node)}))
