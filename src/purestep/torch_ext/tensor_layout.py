@@ -79,12 +79,12 @@ _DTYPE = re.compile("(torch[.])?((bool|uint|int|float|bfloat|complex)[0-9a-z_]*)
 def from_bytes(data: Tensor, dtype: str, shape: Iterable[int]) -> Tensor:
     """The inverse of `as_bytes`, for bytes that may come from a file of somebody else. Shares the memory of ``data``.
 
-    Raises:
-        ValueError: there is no such dtype, the bytes do not fit the shape, or are not those of True and False.
-
     Example:
         >>> from_bytes(torch.tensor([1, 0, 0, 1], dtype=torch.uint8), "int16", [2])
         tensor([  1, 256], dtype=torch.int16)
+
+    Raises:
+        ValueError: there is no such dtype, the bytes do not fit the shape, or are not those of True and False.
     """
     name, sizes = _DTYPE.fullmatch(dtype), list(shape)
     kind = getattr(torch, name[2], None) if name else None
@@ -163,14 +163,14 @@ def overlaps(leaf: Tensor) -> bool:
 def layout_guard(tensors: Sequence[Any]) -> Callable[..., bool] | None:
     """A function ``same(*others) -> bool`` that compares other tensors with these. It keeps no reference to them.
 
-    It returns True if each pair has the same type, dtype, device, shape, strides and ``requires_grad``. It calls
-    Dynamo's guards, which take 0.1 us for each tensor. Returns None if a leaf is no plain dense tensor, or if this
-    torch has no such guards.
-
     Example:
         >>> same = layout_guard([torch.ones(2)])
         >>> same is None or (same(torch.zeros(2)), same(torch.zeros(3)))
         (True, False)
+
+    It returns True if each pair has the same type, dtype, device, shape, strides and ``requires_grad``. It calls
+    Dynamo's guards, which take 0.1 us for each tensor. Returns None if a leaf is no plain dense tensor, or if this
+    torch has no such guards.
     """
     if not all(type(leaf) in (Tensor, Parameter) for leaf in tensors):
         return None
