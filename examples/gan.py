@@ -47,7 +47,7 @@ class Rivals(NamedTuple):
 
 
 class Network(nn.Sequential):
-    """[batch, inputs] and a digit for each -> [batch, outputs]; BatchNorm gives each network buffers of its own."""
+    """[batch, inputs] and a digit for each -> [batch, outputs]; BatchNorm gives each network its buffers."""
 
     def __init__(self, inputs: int, width: int, outputs: int, *, dropout: float = 0.0) -> None:
         first = nn.Linear(inputs + 10, width), nn.LeakyReLU(0.2), nn.Dropout(dropout)
