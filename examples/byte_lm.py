@@ -4,8 +4,8 @@
     python examples/byte_lm.py --device cuda --compile
     torchrun --nproc-per-node 2 examples/byte_lm.py       # the same run in two processes
 
-The text is on every machine that has Python: nothing is downloaded. Muon trains the matrices inside the blocks, AdamW
-everything else. Held-out bits per byte fall from 8 (a uniform guess) to below 2.5; then the model writes some Python.
+Nothing is downloaded. Muon trains the matrices inside the blocks, AdamW everything else. The held-out bits per byte
+fall from 8 (a uniform guess) to below 2.5; then the model writes some Python.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def gpt(width: int, heads: int, layers: int) -> nn.Sequential:
 
 
 def bits_per_byte(model: ps.Model, batch: tuple[Tensor]) -> ps.Loss:
-    """An objective of one's own: the mean is differentiated, the weight says over how many bytes it is a mean."""
+    """Your own objective: the mean is differentiated; the weight is the number of bytes in the mean."""
     text_BT = batch[0].long()
     logits, targets = model(text_BT[:, :-1]).flatten(0, 1).float(), text_BT[:, 1:].flatten()
     bits = functional.cross_entropy(logits, targets) / math.log(2)

@@ -1,4 +1,4 @@
-"""A step and a state of one's own: two networks that train against each other, through the same `fit`.
+"""Your own step and state: two networks that train against each other, through the same `fit`.
 
     python examples/custom_step.py                        # half a minute on one CPU core
     python examples/custom_step.py --compile              # both updates in one graph

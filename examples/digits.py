@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 2 examples/digits.py        # the same run in two processes
 
 The 1,797 scans of 8x8 pixels come with scikit-learn: nothing is downloaded. Interrupt it with Ctrl-C and run it again:
-it goes on where it was. Expect a last line of at least `test accuracy 98.0 % (EMA)`.
+it continues. Expect a last line of at least `test accuracy 98.0 % (EMA)`.
 """
 
 from __future__ import annotations

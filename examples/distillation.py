@@ -4,8 +4,8 @@
     python examples/distillation.py --labels-per-class 1
 
 The student sees a scan turned and shifted in one way, the teacher in another, and the student learns to agree with the
-teacher as well as with the few labels (Tarvainen and Valpola, 2017). The teacher is no second network: it is the
-average (EMA) that the state holds anyway, and it reaches the objective as the step's context. Expect a last line of
+teacher as well as with the few labels (Tarvainen and Valpola, 2017). The teacher is not a second network: it is the
+average (EMA) in the state, and the step passes it to the objective as context. Expect a last line of
 about `test accuracy 91 % with a mean teacher, 87 % from the labels alone`.
 """
 

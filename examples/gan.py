@@ -1,4 +1,4 @@
-"""Two networks that train against each other on handwritten digits, in a loop of one's own.
+"""Two networks that train against each other on handwritten digits, in your own loop.
 
     python examples/gan.py                                # under a minute on two CPU cores
     python examples/gan.py --compile                      # all updates of a step in one graph
@@ -47,7 +47,7 @@ class Rivals(NamedTuple):
 
 
 class Network(nn.Sequential):
-    """[batch, inputs] and a digit for each -> [batch, outputs]; BatchNorm gives each network buffers of its own."""
+    """[batch, inputs] and a digit for each -> [batch, outputs]; BatchNorm gives each network its buffers."""
 
     def __init__(self, inputs: int, width: int, outputs: int, *, dropout: float = 0.0) -> None:
         first = nn.Linear(inputs + 10, width), nn.LeakyReLU(0.2), nn.Dropout(dropout)
@@ -68,8 +68,8 @@ def parts(batch: Any, count: int) -> list[Any]:
 def rivals(
     config: Config, updates: int, classify: Callable[[Tensor], Tensor], mesh: ps.parallel.Mesh | None = None
 ) -> ps.Program:
-    """A program whose state is `Rivals`. What an objective needs of the other network arrives as its context: no
-    gradient reaches it, and what a forward pass writes into its buffers is dropped."""
+    """A program whose state is `Rivals`. Each objective gets the state of the other network as context: no gradient
+    reaches it, and writes into its buffers are dropped."""
     everywhere = functools.partial(ps.distribute, mesh=mesh or ps.parallel.Mesh(), batchnorm="average")
 
     def draw(network: Callable[..., Tensor], digit: Tensor) -> Tensor:

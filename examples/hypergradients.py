@@ -1,4 +1,4 @@
-"""Learning rates by gradients: each layer's rate is tuned by the derivative of the validation loss through k steps.
+"""Learning rates by gradients: the derivative of the validation loss through k steps tunes the rate of each layer.
 
     python examples/hypergradients.py                     # half a minute on one CPU core
     python examples/hypergradients.py --no-checkpoint     # the same numbers, the memory of all k steps

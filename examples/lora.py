@@ -5,7 +5,7 @@
 
 The model is built from a configuration and the text is on the machine: nothing is downloaded. The first run trains all
 weights, and transformers saves them; the second loads them, trains only the adapters, and PEFT saves those. In the end
-both are loaded as anybody would load them. Expect a last line of about `bits a byte of prose: 3.3 as it was, 2.4 with
+`from_pretrained` loads both. Expect a last line of about `bits a byte of prose: 3.3 as it was, 2.4 with
 the adapters, 12 % of the size`.
 """
 
@@ -125,7 +125,7 @@ def main(config: Config) -> tuple[float, float]:
     rate = config.adapter_learning_rate
     trained(model, data["prose"], config.adapter_updates, rate, "adapters", config)
 
-    base = LlamaForCausalLM.from_pretrained(config.runs / "model")  # as anybody would load them
+    base = LlamaForCausalLM.from_pretrained(config.runs / "model")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         loaded = peft.PeftModel.from_pretrained(base, config.runs / "adapters")

@@ -4,11 +4,10 @@
     python examples/masked_reconstruction.py --device cuda --compile
 
 A curve is 256 weekly means over Mauna Loa (statsmodels has them: nothing is downloaded), minus its mean, over its
-standard deviation, as a spectrum would be prepared. The encoder sees 4 of its 16 blocks, drawn anew at every step, and
-puts the curve into 64 numbers; a decoder makes all 256 of those. Interrupt it with Ctrl-C and run it again: it goes on
-where it was. Under `runs/masked_reconstruction` it leaves `training_history.json`, `checkpoints`, and `best_model.pt`
-(the averaged weights, which were scored). Expect a last line of about
-`hidden weeks: error 0.10, that of predicting the mean 0.45`.
+standard deviation, as a spectrum would be prepared. Each step draws 4 of its 16 blocks, which the encoder sees and
+reduces to 64 numbers; a decoder computes all 256 weeks from these. Interrupt it with Ctrl-C and run it again: it
+continues. It writes `training_history.json`, `checkpoints`, and `best_model.pt` (the averaged weights). Expect a last
+line of about `hidden weeks: error 0.10, that of predicting the mean 0.45`.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
 
 The cart and its pole are a few lines of torch, 32 of them at once. An episode ends when the pole falls, the cart leaves
 the track, or after 300 steps. Each update plays until all have ended, and learns from that: REINFORCE, with a critic as
-its baseline (Williams, 1992). The loop is a `for` over pure steps; what is drawn follows the state's key, so that an
-interrupted run goes on as if nothing had happened. Expect a last line of about `300 of 300 steps without a draw`.
+its baseline (Williams, 1992). The loop calls pure steps; random numbers follow the state's key, so an interrupted
+run continues with the same numbers. Expect a last line of about `300 of 300 steps without a draw`.
 """
 
 from __future__ import annotations

@@ -32,7 +32,10 @@ def test_digits_learns_and_goes_on_where_it_was(tmp_path: Path, capsys: pytest.C
     assert run("digits", tmp_path, fresh=True, **small) == first  # the same once more, from the start
 
 
-def test_sweep_finds_a_rate_and_trains_an_ensemble_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_sweep_finds_a_rate_and_trains_an_ensemble_with_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.syspath_prepend(EXAMPLES)
     small = {"rates": 4, "members": 3, "sweep_epochs": 2, "epochs": 3, "width": 16, "batch_size": 128, "low": 1e-5}
     accuracy = run("sweep", tmp_path, **small)
     assert accuracy > 0.5

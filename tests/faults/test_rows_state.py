@@ -37,14 +37,14 @@ def inside_itself(kind: type) -> Any:
 
 
 UNSUPPORTED: dict[str, tuple[Callable[[], Any], str]] = {
-    "set": (lambda: {1}, "x: a set"),
-    "lambda": (lambda: lambda: 0, "x: a function"),
-    "module": (tiny_mlp, "x: a Sequential"),
-    "file": (lambda: sys.__stdin__, "x: a TextIOWrapper"),
-    "generator": (lambda: (i for i in ()), "x: a generator"),
-    "object": (object, "x: a object"),
-    "number": (lambda: 1.0, "x: a float"),
-    "array": (lambda: torch.ones(2).numpy(), "x: a ndarray"),
+    "set": (lambda: {1}, "x: set is not a tensor"),
+    "lambda": (lambda: lambda: 0, "x: function is not a tensor"),
+    "module": (tiny_mlp, "x: Sequential is not a tensor"),
+    "file": (lambda: sys.__stdin__, "x: TextIOWrapper is not a tensor"),
+    "generator": (lambda: (i for i in ()), "x: generator is not a tensor"),
+    "object": (object, "x: object is not a tensor"),
+    "number": (lambda: 1.0, "x: float is not a tensor"),
+    "array": (lambda: torch.ones(2).numpy(), "x: ndarray is not a tensor"),
     "nothing but None": (lambda: None, "there is no tensor in it"),
 }
 
@@ -60,7 +60,11 @@ def test_row_44_an_unsupported_leaf(kind: str) -> None:
 @pytest.mark.row("F44")
 def test_row_44_all_bad_paths_in_one_message() -> None:
     bad = {"a": 1, "b": torch.ones(1), "c": {"d": "text"}, "e": (torch.ones(1), {2})}
-    refused(StateError, "^init_state: a: a int; c/d: a str; e/1: a set ", lambda: trained(bad))
+    refused(
+        StateError,
+        "^init_state: a: int is not a tensor; c/d: str is not a tensor; e/1: set is not a tensor ",
+        lambda: trained(bad),
+    )
     for node in (dict, list):
         nested = "^f/.*: the tree contains itself here .cure: pass no dict or list that contains itself"
         refused(StateError, nested, lambda node=node: trained({**bad, "f": inside_itself(node)}))

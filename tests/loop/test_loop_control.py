@@ -177,7 +177,7 @@ WRONG: dict[str, Callable[[Any], Any]] = {
 def test_anything_else_that_a_callback_returns_is_an_error(answer: str) -> None:
     program = mlp()
     with pytest.raises(
-        StateError, match=r"a callback returned a .* which does not fit the state of this run.*ps.Stop\(reason\)"
+        StateError, match=r"a callback returned a .*, which is not a state of this run.*ps.Stop\(reason\)"
     ):
         fit(program.init(), batches(2), program, epochs=1, callbacks=[at(events.StepEnd, 1, WRONG[answer])])
 

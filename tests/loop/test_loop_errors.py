@@ -222,7 +222,9 @@ def test_other_errors_say_nothing_of_dtypes() -> None:
 
 
 def test_a_module_is_no_state() -> None:
-    refused(StateError, r"^init_state: a Sequential", lambda: fit(tiny_mlp(), batches(1), mlp(), epochs=1))
+    refused(
+        StateError, r"^init_state: Sequential is not a tensor", lambda: fit(tiny_mlp(), batches(1), mlp(), epochs=1)
+    )
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------

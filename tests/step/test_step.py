@@ -1153,9 +1153,9 @@ class TestSettings:
             ((tiny_mlp(), None, optim.sgd(0.1)), "the objective is a NoneType"),
             (
                 (tiny_mlp(), CROSS_ENTROPY, torch.optim.SGD(tiny_mlp().parameters())),
-                "the transformation is a SGD .*from_to",
+                "tx is of type SGD, not a Transform .*from_to",
             ),
-            ((tiny_mlp(), CROSS_ENTROPY, 0.1), "the transformation is a float"),
+            ((tiny_mlp(), CROSS_ENTROPY, 0.1), "tx is of type float"),
         ],
     )
     def test_each_part_has_its_kind(self, parts: Any, message: str):

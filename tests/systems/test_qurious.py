@@ -577,5 +577,5 @@ def test_a_callback_changes_the_training_only_by_what_it_returns():
     for compile in (False, {"backend": "aot_eager"}):
         with pytest.raises(StateError, match=r"params/0\.bias: a callback wrote into the state .*return a new one"):
             fit(classifier(), data, epochs=1, callbacks=[in_place], compile=compile)
-    with pytest.raises(StateError, match="a callback returned a dict which does not fit the state of this run"):
+    with pytest.raises(StateError, match="a callback returned a dict, which is not a state of this run"):
         fit(classifier(), data, epochs=1, callbacks=[lambda event: {"loss": 1.0}])

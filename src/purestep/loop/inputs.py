@@ -203,7 +203,7 @@ def is_key(path: str, leaf: Tensor) -> bool:
 def _unfit(leaf: Any) -> str:
     """Say why a leaf cannot be trained or stored; "" if it can."""
     if not isinstance(leaf, Tensor):
-        return f"a {type(leaf).__name__}"
+        return f"{type(leaf).__name__} is not a tensor"
     if kind := tensor_layout.layout_name(leaf):
         return f"a {kind} tensor; dense ones are needed"
     if tensor_layout.overlaps(leaf):
@@ -374,7 +374,7 @@ def checked_answer(state: Tree, answer: Tree, *, copied: bool) -> Tree:
     )
     if not same:
         raise StateError(
-            f"a callback returned a {type(answer).__name__} which does not fit the state of this run",
+            f"a callback returned a {type(answer).__name__}, which is not a state of this run",
             where="callbacks",
             hint="return None, a state of the same structure (event.state._replace(...)), or ps.Stop(reason)",
         )

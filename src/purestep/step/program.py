@@ -238,7 +238,7 @@ def _check_parts(model: Any, objective: Any, tx: Any) -> None:
         )
     if not isinstance(tx, optim.Transform):
         raise ConfigError(
-            f"the transformation is a {type(tx).__name__}",
+            f"tx is of type {type(tx).__name__}, not a Transform",
             where="program",
             hint="pass ps.optim.adamw(3e-4), or ps.optim.from_torch(torch.optim.AdamW, lr=3e-4)",
         )
