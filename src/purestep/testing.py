@@ -16,6 +16,7 @@ from .data import device_of
 from .diagnostics import purity, repeated
 from .diagnostics import replay as replay_
 from .errors import ConfigError, Mismatch, StepContractError
+from .files import local_path
 from .torch_ext import tensor_layout
 from .types import Metrics, Program, Tree
 
@@ -147,10 +148,11 @@ def record(path: str | Path, state: Tree, batch: Any) -> Path:
         batch: tensors, numbers and text in dicts, lists and tuples.
 
     Raises:
+        ConfigError: the path is a URL.
         StateError: the batch contains an object that cannot be stored.
         WriteFailed: the file could not be written.
     """
-    return replay_.write(path, plain(state), batch, {})
+    return replay_.write(local_path("testing.record", path=path), plain(state), batch, {})
 
 
 def replay(path: str | Path, program: Program, *, like: Tree = None) -> Replay:

@@ -354,7 +354,7 @@ def test_a_step_that_writes_them_is_refused(how: str, backend: str) -> None:
 
     program = ps.program(nn.Linear(4, 3), objective, ps.optim.sgd(0.1))
     with pytest.raises(
-        StepContractError, match=r"test_outside\.py:\d+: writes a tensor .* not in the state.*\.eval\(\)"
+        StepContractError, match=r"test_outside\.py:\d+: the step writes a tensor .* not in the state.*\.eval\(\)"
     ):
         ps.compile_step(program.train_step, backend=backend)(program.init(), X)
     assert_trees_close(dict(teacher.state_dict()), dict(before), exact=True)

@@ -18,7 +18,7 @@ from saving import assert_same, bits, golden_state, small
 from torch import Tensor, nn
 
 import purestep as ps
-from purestep import errors, tree
+from purestep import errors, report, tree
 from purestep.snapshot import Snapshots, intervals, manifest, orbax_io, staging
 
 DTYPES = (
@@ -295,6 +295,8 @@ def test_a_url_is_refused_and_nothing_is_written(tmp_path, monkeypatch, path):
         lambda: ps.sinks.jsonl(path),
         lambda: ps.sinks.history_json(path),
         lambda: ps.sinks.tensorboard(path),
+        lambda: ps.testing.record(path, state, batches[0]),
+        lambda: report.write_page([], path),
     ):
         with pytest.raises(errors.ConfigError, match=r"is a URL, .*\(cure: pass a local directory"):
             call()

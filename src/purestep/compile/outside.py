@@ -126,7 +126,7 @@ class Unwritten(_Writes):
     def wrote(self, leaf: Tensor) -> None:
         """Raise StepContractError with the line."""
         what, where, hint = written(leaf)
-        raise StepContractError(what, where=where, hint=hint)
+        raise StepContractError(f"the step {what}", where=where, hint=hint)
 
     def made(self, func: Any, viewed: Sequence[Any], results: Sequence[Any]) -> None:
         if any(map(self.is_outside, viewed)):

@@ -15,7 +15,7 @@ from typing import Any
 from rich.filesize import decimal
 
 from ..errors import ConfigError, printable
-from ..files import write_bytes
+from ..files import local_path, write_bytes
 from .curves import Curve, quantities
 from .run_files import StoredRun, age, finite, number_text, when
 
@@ -46,9 +46,10 @@ def write_page(runs: list[StoredRun], path: Path | str) -> int:
         path: of the page.
 
     Raises:
-        ConfigError: plotly is not installed, or there is no run.
+        ConfigError: plotly is not installed, there is no run, or the path is a URL.
         WriteFailed: the file cannot be written.
     """
+    target = local_path("purestep report", output=path)
     if not runs:
         raise ConfigError("no runs", where="purestep report", hint="pass at least one directory")
     names = _names(runs)
@@ -73,7 +74,7 @@ def write_page(runs: list[StoredRun], path: Path | str) -> int:
 {_compared("Versions and machine", [_environment(run) for run in runs], names)}
 {"".join(_snapshots(run, name) for run, name in zip(runs, names, strict=True))}</body></html>
 """.encode()
-    write_bytes(path, data)
+    write_bytes(target, data)
     return len(data)
 
 

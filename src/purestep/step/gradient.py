@@ -286,10 +286,12 @@ def _variables(root: Any) -> list[Tensor]:
 
 def _listed(found: list[Tensor]) -> str:
     shapes = ", ".join(str(list(each.shape)) for each in found[:4]) + (", ..." if len(found) > 4 else "")
-    return (
-        f"{len(found)} tensors in the objective's closure that require a gradient, and no step trains them; their "
-        f"shapes are {shapes}"
+    tensors = (
+        "a tensor in the objective's closure that requires"
+        if len(found) == 1
+        else (f"{len(found)} tensors in the objective's closure that require")
     )
+    return f"{tensors} a gradient, which no step trains: {shapes}"
 
 
 # --- one call -------------------------------------------------------------------------------------------------------
