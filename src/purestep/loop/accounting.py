@@ -53,6 +53,7 @@ class Accounting:
         self._refusals = 0  # refused updates in a row
         self._named_members = set[int]()  # of an ensemble, in warnings
         self._queue = MetricQueue()
+        self.is_due = self._queue.is_due  # `settle` has something to take in
         self._held: deque[tuple[Call, Any]] = deque()
         self._timer = _Timer()
 
