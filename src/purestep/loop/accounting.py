@@ -53,6 +53,7 @@ class Accounting:
         self._refusals = 0  # refused updates in a row
         self._named_members = set[int]()  # of an ensemble, in warnings
         self._queue = MetricQueue()
+        self.is_due = self._queue.is_due  # `settle` has something to take in
         self._held: deque[tuple[Call, Any]] = deque()
         self._timer = _Timer()
 
@@ -195,7 +196,7 @@ class Accounting:
     def _line(self, call: Call, updates: int, sums: Totals, rates: Mapping[str, float]) -> Logged:
         named = self._named(metric_queue.means(sums, self._queue.kinds), rates)
         numbers = {name: value for name, value in named.items() if value is not None}
-        speed, waiting = self._timer.restart()
+        speed, waiting = self._timer.line()
         return Logged(call.epoch, updates, numbers, speed, waiting)
 
     def _check_halted(self, state: Tree) -> None:
@@ -215,11 +216,11 @@ class Accounting:
         try:
             yield
         finally:
-            self._timer.pause(time.monotonic() - start)
+            self._timer.paused += time.monotonic() - start
 
     def row_speed(self) -> float:
         """Return the updates per second since the last call."""
-        return self._timer.restart_row()
+        return self._timer.row()
 
     def waited(self, seconds: float) -> None:
         """Add to the time that was spent waiting for batches."""
@@ -227,34 +228,30 @@ class Accounting:
 
 
 class _Timer:
-    """Steps per second and the share of time spent waiting for data, between two log lines; and between two rows."""
+    """Updates, seconds spent waiting for data, and seconds without pauses, since the run began."""
 
     def __init__(self) -> None:
-        self.steps = 0
-        self.waited = 0.0
-        self._since = self._row_since = time.monotonic()
-        self._row_steps = 0  # of earlier lines since the last row
+        self.steps, self.waited, self.paused = 0, 0.0, 0.0
+        self._line = self._row = self._now()
 
-    def pause(self, seconds: float) -> None:
-        """Leave these seconds, which have just passed, out."""
-        self._since += seconds
-        self._row_since += seconds
+    def _now(self) -> tuple[float, float, float]:
+        return self.steps, self.waited, time.monotonic() - self.paused
 
-    def restart_row(self) -> float:
-        """Return the steps per second since the last row, and start again."""
-        now = time.monotonic()
-        speed = (self._row_steps + self.steps) / max(now - self._row_since, 1e-9)
-        self._row_steps, self._row_since = -self.steps, now
-        return speed
+    def line(self) -> tuple[float, float]:
+        """Return updates per second and the share of time spent waiting for data, since the last log line."""
+        before, self._line = self._line, self._now()
+        return _rates(before, self._line)
 
-    def restart(self) -> tuple[float, float]:
-        """Return both and start again."""
-        now = time.monotonic()
-        passed = max(now - self._since, 1e-9)
-        rates = self.steps / passed, min(self.waited / passed, 1.0)
-        self._row_steps += self.steps
-        self.steps, self.waited, self._since = 0, 0.0, now
-        return rates
+    def row(self) -> float:
+        """Return the updates per second since the last row."""
+        before, self._row = self._row, self._now()
+        return _rates(before, self._row)[0]
+
+
+def _rates(before: tuple[float, float, float], now: tuple[float, float, float]) -> tuple[float, float]:
+    steps, waited, passed = (new - old for old, new in zip(before, now, strict=True))
+    passed = max(passed, 1e-9)
+    return steps / passed, min(waited / passed, 1.0)
 
 
 def _sum(calls: CallMetrics, sums: Iterable[Totals], last: dict[str, float], rates: Collection[str]) -> None:

@@ -374,7 +374,8 @@ class _Run:
             updates = self.loop.updates_at_most
             event = events.StepEnd(self.state, as_dict(metrics), batch, call.epoch, call.batch, updates, outputs)
             self.state, self.loop = self._with_answers(self.state, self.loop, self.callbacks.ask(event))
-        self._settle(wait=False)
+        if self.accounting.is_due():
+            self._settle(wait=False)
 
     def _settle(self, *, wait: bool) -> None:
         """Take in the metrics that are due; with ``wait``, all."""

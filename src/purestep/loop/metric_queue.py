@@ -125,6 +125,10 @@ class MetricQueue:
         columns = {size: _columns(size) for size in set(sizes)}
         return packed, [columns[size] for size in sizes]
 
+    def is_due(self) -> bool:
+        """True if a copy is to be read now."""
+        return bool(self._copies) and self._copies[0].read_at <= self._calls
+
     def arrived(self, *, wait: bool) -> list[CallMetrics]:
         """Take out the copies that are due, oldest first; with ``wait``, all.
 
@@ -133,7 +137,7 @@ class MetricQueue:
         if wait:
             self.start_copy()
         arrived: list[CallMetrics] = []
-        while self._copies and (wait or self._copies[0].read_at <= self._calls):
+        while self.is_due() or (wait and self._copies):
             copy = self._copies.popleft()
             if copy.event is not None:
                 copy.event.synchronize()
