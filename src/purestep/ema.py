@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .state import check_choice, check_count, check_range, known_keywords, views
+from .state import at_least, check_choice, in_range, known_keywords, views
 from .torch_ext import Value, complex_numbers, foreach, read, tracing
 from .types import Empty, Params, Tree
 
@@ -61,11 +61,11 @@ def none() -> Average:
 
 @known_keywords
 def average(
-    decay: float,
+    decay: Annotated[float, in_range(0.0, 1.0, "[)")],
     *,
     warmup: bool = False,
     initial: bool = False,
-    every: int = 1,
+    every: Annotated[int, at_least(1)] = 1,
     buffers: Literal["copy", "average"] = "copy",
 ) -> Average:
     r"""Exponential moving average of the trained parameters.
@@ -98,10 +98,7 @@ def average(
         >>> state.params["w"].item()
         0.5
     """
-    check_range("ema", 0, 1, cure="decay=0.999", decay=decay)
-    check_count("ema", least=1, every=every)
-    check_choice("ema", (True, False), warmup=warmup, initial=initial)
-    check_choice("ema", ("copy", "average"), buffers=buffers)
+    check_choice("average", (True, False), warmup=warmup, initial=initial)
 
     def first(updates: int) -> float:
         share = 1.0
@@ -118,7 +115,12 @@ def average(
 
 
 @known_keywords
-def swa(start: int, *, every: int = 1, buffers: Literal["copy", "average"] = "copy") -> Average:
+def swa(
+    start: Annotated[int, at_least(1)],
+    *,
+    every: Annotated[int, at_least(1)] = 1,
+    buffers: Literal["copy", "average"] = "copy",
+) -> Average:
     r"""Equal average of the weights from an update on: stochastic weight averaging, as torch's `AveragedModel`.
 
     The weights after the updates ``start``, ``start + every``, ``start + 2 * every``, ... (counted from 1) are averaged
@@ -150,8 +152,6 @@ def swa(start: int, *, every: int = 1, buffers: Literal["copy", "average"] = "co
         >>> seen
         [1.0, 2.0, 2.0, 3.0, 3.0]
     """
-    check_count("swa", least=1, cure="swa(start=1000, every=100)", start=start, every=every)
-    check_choice("swa", ("copy", "average"), buffers=buffers)
 
     def weight(updates: Tensor) -> Tensor:
         """1 / n for the n-th weights that count, 0 for those that do not, 1 before the start."""

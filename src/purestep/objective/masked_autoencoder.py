@@ -41,9 +41,7 @@ def masked_reconstruction(
         >>> loss.mean.item(), loss.weight.item()
         (10.0, 2.0)
     """
-    check_choice("masked_reconstruction", ("mse", "sse"), loss=loss)
     chosen = reduction or ("mean" if loss == "mse" else "batch_mean")
-    _check_reduction(chosen)
 
     def objective(model: Any, batch: Any, /, *context: Any) -> Loss:
         del context  # The model draws the masks.
