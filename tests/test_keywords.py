@@ -7,7 +7,7 @@ import importlib
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from torch import nn
 import purestep as ps
 from purestep import optim
 from purestep.errors import ConfigError
+from purestep.state import known_keywords
 
 
 def program(**more: Any) -> Any:
@@ -97,3 +98,18 @@ def test_three_loaders_in_a_tuple_have_no_names():
     with pytest.raises(ConfigError, match="a tuple of 1"):
         ps.fit(made.init(), (batches,), made, epochs=1)
     assert ps.fit(made.init(), (batches, batches), made, epochs=1, progress=False).epochs == 1
+
+
+def _chosen(kind: Literal["a", "b"] | None = None, way: bool | Literal["init"] = False, free: str | int = 0) -> None:
+    del kind, way, free
+
+
+def test_literals_of_a_type_are_its_values():
+    chosen: Any = known_keywords(_chosen)
+    valid: list[dict[str, Any]] = [{"kind": "a"}, {"kind": None}, {"way": True}, {"way": "init"}, {"free": "any"}]
+    for options in valid:
+        chosen(**options)
+    with pytest.raises(ConfigError, match=r'_chosen: kind=\'c\' is unknown \(cure: "a", "b" or None\)'):
+        chosen(kind="c")
+    with pytest.raises(ConfigError, match=r'_chosen: way=\'no\' is unknown \(cure: True, False or "init"\)'):
+        chosen(way="no")

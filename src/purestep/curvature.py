@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from . import rng
 from .analysis import explained, plain_functions
 from .errors import ConfigError, StateError
-from .state import check_choice, check_count, check_range
+from .state import at_least, check_range, known_keywords
 from .step import check_state, drawn_in_step, parts_for, wide
 from .types import Params, Program, TrainState
 
@@ -115,12 +115,13 @@ def _product(product: _Product, vector: Params, like: Params) -> Params:
     return _named("product", product(vector), like, "return a dict with the names and shapes of the vector")
 
 
+@known_keywords
 def eigenvalues(
     product: _Product,
     like: Params,
     *,
-    k: int = 1,
-    which: str = "LA",
+    k: Annotated[int, at_least(1)] = 1,
+    which: Literal["LA", "SA", "LM", "BE"] = "LA",
     tol: float = 1e-4,
     max_iterations: int | None = None,
     seed: int = 0,
@@ -156,9 +157,7 @@ def eigenvalues(
     except ImportError as error:
         raise ConfigError("SciPy is not installed", where="curvature", hint="pip install scipy") from error
     size = sum(p.numel() for p in like.values())
-    check_count("curvature.eigenvalues", least=1, k=k)
     check_range("curvature.eigenvalues", 1, size, cure=f"k={max(1, size - 1)}, below the number of weights", k=k)
-    check_choice("curvature.eigenvalues", ("LA", "SA", "LM", "BE"), which=which)
     dtype = torch.float64 if any(p.dtype == torch.float64 for p in like.values()) else torch.float32
 
     def multiply(flat: Any) -> Any:
@@ -193,7 +192,8 @@ def eigenvalues(
     return Eigenvalues(torch.as_tensor(values[order].copy()), stacked)
 
 
-def trace(product: _Product, like: Params, *, samples: int = 10, seed: int = 0) -> Trace:
+@known_keywords
+def trace(product: _Product, like: Params, *, samples: Annotated[int, at_least(1)] = 10, seed: int = 0) -> Trace:
     r"""Estimate the trace of a matrix from products with random signs (Hutchinson, 1990).
 
     The mean of :math:`v^\top A v` over vectors of independent signs. Its expectation is the trace; the variance of one
@@ -215,7 +215,6 @@ def trace(product: _Product, like: Params, *, samples: int = 10, seed: int = 0) 
         >>> found
         Trace(mean=tensor(6.), standard_error=tensor(0.))
     """
-    check_count("curvature.trace", least=1, samples=samples)
     generator = rng.generator(rng.key(seed), "hutchinson")
     size = sum(p.numel() for p in like.values())
     found: list[Tensor] = []

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .state import check_choice, check_count, check_range, known_keywords, views
+from .state import at_least, check_choice, in_range, known_keywords, views
 from .torch_ext import Value, complex_numbers, foreach, read, tracing
 from .types import Empty, Params, Tree
 
@@ -58,11 +58,11 @@ def none() -> Average:
 
 @known_keywords
 def average(
-    decay: float,
+    decay: Annotated[float, in_range(0.0, 1.0, "[)")],
     *,
     warmup: bool = False,
     initial: bool = False,
-    every: int = 1,
+    every: Annotated[int, at_least(1)] = 1,
     buffers: Literal["copy", "average"] = "copy",
 ) -> Average:
     r"""Exponential moving average of the trained parameters.
@@ -95,10 +95,7 @@ def average(
     Raises:
         ConfigError: a number is out of its range, or ``initial`` or ``buffers`` has another value.
     """
-    check_range("ema", 0, 1, cure="decay=0.999", decay=decay)
-    check_count("ema", least=1, every=every)
-    check_choice("ema", (True, False), warmup=warmup, initial=initial)
-    check_choice("ema", ("copy", "average"), buffers=buffers)
+    check_choice("average", (True, False), warmup=warmup, initial=initial)
 
     def first(updates: int) -> float:
         share = 1.0
@@ -115,7 +112,12 @@ def average(
 
 
 @known_keywords
-def swa(start: int, *, every: int = 1, buffers: Literal["copy", "average"] = "copy") -> Average:
+def swa(
+    start: Annotated[int, at_least(1)],
+    *,
+    every: Annotated[int, at_least(1)] = 1,
+    buffers: Literal["copy", "average"] = "copy",
+) -> Average:
     r"""Equal average of the weights from an update on: stochastic weight averaging, as torch's `AveragedModel`.
 
     Example:
@@ -147,8 +149,6 @@ def swa(start: int, *, every: int = 1, buffers: Literal["copy", "average"] = "co
     References:
         Izmailov et al., 2018, Averaging Weights Leads to Wider Optima and Better Generalization.
     """
-    check_count("swa", least=1, cure="swa(start=1000, every=100)", start=start, every=every)
-    check_choice("swa", ("copy", "average"), buffers=buffers)
 
     def weight(updates: Tensor) -> Tensor:
         """1 / n for the n-th weights that count, 0 for those that do not, 1 before the start."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,19 +13,21 @@ from .analysis import chunks
 from .errors import ConfigError, StepContractError
 from .metrics import mean as means
 from .metrics import merge
-from .state import check_choice, check_count, check_range, known_keywords
+from .state import at_least, in_range, known_keywords
 from .step import Micro, Parts, check_divisible, finite_mean, parts_for, wide
 from .types import Form, Mean, Metrics, Params, Program, TrainState
+
+_Noise: TypeAlias = Annotated[float, in_range(0.0, ends="[)")]
 
 
 @known_keywords
 def dp_sgd(
     program: Program,
     *,
-    max_norm: float,
-    noise_multiplier: float,
-    expected_batch_size: int | None = None,
-    chunk_size: int | None = None,
+    max_norm: Annotated[float, in_range(0.0)],
+    noise_multiplier: _Noise,
+    expected_batch_size: Annotated[int, at_least(1)] | None = None,
+    chunk_size: Annotated[int, at_least(1)] | None = None,
 ) -> Program:
     r"""Return the program with gradients that are clipped for each example and noised (Abadi et al., 2016).
 
@@ -69,12 +71,6 @@ def dp_sgd(
     where = "privacy.dp_sgd"
     parts = parts_for(program, where)
     check_divisible(parts, where)
-    check_range(where, 0, ends="()", max_norm=max_norm)
-    check_range(where, 0, noise_multiplier=noise_multiplier)
-    if expected_batch_size is not None:
-        check_count(where, least=1, expected_batch_size=expected_batch_size)
-    if chunk_size is not None:
-        check_count(where, least=1, chunk_size=chunk_size)
     for name, value in (("accumulate", parts.accumulate), ("microbatches", parts.microbatches)):
         if value > 1:
             raise ConfigError(
@@ -135,12 +131,13 @@ def _metrics(losses: Tensor, weights: Tensor, factors: Tensor, own: Metrics) -> 
     return {**own, "loss": Mean(total, weights.sum()), "clipped": Mean(clipped, ones)}
 
 
+@known_keywords
 def epsilon(
     *,
-    steps: int,
-    sample_rate: float,
-    noise_multiplier: float,
-    delta: float,
+    steps: Annotated[int, at_least(0)],
+    sample_rate: Annotated[float, in_range(0.0, 1.0, "(]")],
+    noise_multiplier: _Noise,
+    delta: Annotated[float, in_range(0.0, 1.0)],
     accountant: Literal["prv", "rdp"] = "prv",
 ) -> float:
     r"""Compute the privacy budget that a run of `dp_sgd` spends: the :math:`\epsilon` of :math:`(\epsilon, \delta)`.
@@ -163,13 +160,6 @@ def epsilon(
         inf
     """
     where = "privacy.epsilon"
-    check_count(where, least=0, steps=steps)
-    check_range(
-        where, 0, 1, ends="(]", cure="the batch size divided by the number of examples", sample_rate=sample_rate
-    )
-    check_range(where, 0, 1, ends="()", cure="delta=1e-5", delta=delta)
-    check_range(where, 0, noise_multiplier=noise_multiplier)
-    check_choice(where, ("prv", "rdp"), accountant=accountant)
     if steps == 0:
         return 0.0
     if noise_multiplier == 0:

@@ -237,7 +237,6 @@ def warmup_stable_decay(
             where="warmup_stable_decay",
             hint=f"total={warmup + decay}",
         )
-    check_choice("warmup_stable_decay", ("linear", "cosine", "sqrt"), shape=shape)
 
     def schedule(count: _Count) -> Tensor:
         t = _count_as_float(count)
@@ -335,7 +334,6 @@ def one_cycle(
     References:
         Smith and Topin, 2017, Super-convergence.
     """
-    check_choice("one_cycle", ("cos", "linear"), anneal_strategy=anneal_strategy)
     initial, top = max_lr / div_factor, pct_start * total_steps - 1
     middle = [(2 * pct_start * total_steps - 2, initial)] if three_phase else []
     points = [(0.0, initial), (top, max_lr), *middle, (float(total_steps - 1), initial / final_div_factor)]
@@ -385,7 +383,6 @@ def piecewise(
         check_range("piecewise", 0.0, **factor)
         points.append((float(boundary), points[-1][1] * scale))
     interpolations = {None: _hold, "linear": _line, "cosine": _half_cosine}
-    check_choice("piecewise", interpolations, interpolate_type=interpolate_type)
     return lambda count: _interpolate_points(_count_as_float(count), points, interpolations[interpolate_type])
 
 

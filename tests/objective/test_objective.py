@@ -568,13 +568,12 @@ class TestMaskedReconstruction:
             ConfigError, match=r"""masked_reconstruction: loss='mae' is unknown \(cure: "mse" or "sse"\)"""
         ):
             ps.masked_reconstruction("mae")
-        for wrong in (
-            partial(ps.masked_reconstruction, "mse", "max"),
-            partial(ps.masked_mse, RECON, INPUT, MASK, reduction="max"),
+        for wrong, known in (
+            (partial(ps.masked_reconstruction, "mse", "max"), '"mean", "sum", "batch_mean" or None'),
+            (partial(ps.masked_mse, RECON, INPUT, MASK, reduction="max"), '"mean", "sum" or "batch_mean"'),
         ):
             with pytest.raises(
-                ConfigError,
-                match=r"""masked_reconstruction: reduction='max' is unknown \(cure: "mean", "sum" or "batch_mean"\)""",
+                ConfigError, match=rf"""masked_reconstruction: reduction='max' is unknown \(cure: {known}\)"""
             ):
                 wrong()
 

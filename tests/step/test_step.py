@@ -1130,7 +1130,7 @@ class TestSettings:
     @pytest.mark.parametrize("value", [0, -1, 1.5, True, "2", None])
     def test_counts_are_whole_numbers_from_1(self, name: str, value: Any):
         with pytest.raises(
-            ConfigError, match=rf"program: {name}=.* must be an int of at least 1 \(cure: {name}=1, or more\)"
+            ConfigError, match=rf"program: {name}=.* must be an int of at least 1 \(cure: 1 is the default\)"
         ):
             program(**{name: value})
 

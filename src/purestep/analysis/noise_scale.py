@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import tree
 from ..errors import ConfigError
 from ..optim import global_norm
-from ..state import check_count
+from ..state import at_least, known_keywords
 from ..step import Parts, check_divisible, check_state, drawn_in_step, microbatch, parts_for
 from ..types import Params, Program, TrainState
 from .examples import chunks
@@ -25,8 +25,9 @@ class NoiseScale(NamedTuple):
     squared_norm: Tensor  # shape=(): of the true gradient; may be negative, since the estimate is unbiased
 
 
+@known_keywords
 def gradient_noise_scale(
-    program: Program, *, chunk_size: int | None = None, train: bool = True
+    program: Program, *, chunk_size: Annotated[int, at_least(1)] | None = None, train: bool = True
 ) -> Callable[..., NoiseScale]:
     r"""Return a function that estimates the simple noise scale of McCandlish et al. (2018).
 
@@ -62,8 +63,6 @@ def gradient_noise_scale(
     where = "gradient_noise_scale"
     parts = parts_for(program, where)
     check_divisible(parts, where)
-    if chunk_size is not None:
-        check_count(where, least=1, chunk_size=chunk_size)
 
     def estimate(state: TrainState, *batches: Any, context: tuple[Any, ...] = ()) -> NoiseScale:
         """``(state, *batches, context=()) -> NoiseScale``."""

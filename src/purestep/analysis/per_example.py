@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import DataError
-from ..state import check_count
+from ..state import at_least, known_keywords
 from ..step import check_divisible, check_state, drawn_in_step, parts_for
 from ..types import Params, Program, TrainState
 from .examples import chunks
@@ -27,8 +27,13 @@ class PerExample(NamedTuple):
     weights: Tensor  # shape=(n,), dtype=float32: the objective's weights
 
 
+@known_keywords
 def per_example(
-    program: Program, *, chunk_size: int | None = None, norms_only: bool = False, train: bool = True
+    program: Program,
+    *,
+    chunk_size: Annotated[int, at_least(1)] | None = None,
+    norms_only: bool = False,
+    train: bool = True,
 ) -> Callable[..., PerExample]:
     """Return a function that computes the gradient of every example of a batch by the program's own objective.
 
@@ -72,8 +77,6 @@ def per_example(
     """
     parts = parts_for(program, "per_example")
     check_divisible(parts, "per_example")
-    if chunk_size is not None:
-        check_count("per_example", least=1, chunk_size=chunk_size)
 
     def gradients(state: TrainState, batch: Any, *context: Any) -> PerExample:
         """``(state, batch, *context) -> PerExample``."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from ..analysis import plain_functions, refused
 from ..errors import ConfigError, DataError, StateError
 from ..metrics import Gathered, handed_out
 from ..model import Inference, functional
-from ..state import check_choice, check_count, known_keywords, stacked, views
+from ..state import at_least, known_keywords, stacked, views
 from ..step import Adding, Closing, static_of
 from ..torch_ext import draws, tracing
 from ..types import Batch, Empty, Mean, Metrics, Program, Static, Steps, TrainState
@@ -31,7 +31,9 @@ _CURE = "replace this operation (torch.where instead of if); or train the member
 
 
 @known_keywords
-def ensemble(program: Program, members: int, *, batches: Literal["shared", "own"] = "shared") -> Program:
+def ensemble(
+    program: Program, members: Annotated[int, at_least(1)], *, batches: Literal["shared", "own"] = "shared"
+) -> Program:
     """Train many models of one program in one step: an ensemble, several seeds, or a sweep of hyperparameters.
 
     Example:
@@ -84,7 +86,7 @@ def ensemble(program: Program, members: int, *, batches: Literal["shared", "own"
         DataError: from a step with ``batches="own"``: a leaf of the batch is no tensor with the leading dimension.
         StepContractError: from a step: torch cannot map an operation of the model.
     """
-    base = _checked(program, members, batches)
+    base = _checked(program)
     mapped = _Mapped(base, members, own=batches == "own")
 
     def eval_step(state: TrainState, batch: Batch, *context: Any, index: int = 0) -> Metrics:
@@ -157,7 +159,7 @@ def _steps_of(mapped: _Mapped, one: Steps, tail: str) -> Steps:
     return Steps(train_step, flush)
 
 
-def _checked(program: Any, members: Any, batches: Any) -> Program:
+def _checked(program: Any) -> Program:
     if not isinstance(program, Program):
         hint = "ps.ensemble(ps.program(model, objective, tx), 8)"
         raise ConfigError(f"the program is a {type(program).__name__}", where="ensemble", hint=hint)
@@ -175,8 +177,6 @@ def _checked(program: Any, members: Any, batches: Any) -> Program:
         raise ConfigError("the program carries buffers from batch to batch", where="ensemble", hint=hint)
     if program.static.members:
         raise ConfigError("the program is an ensemble", where="ensemble", hint="pass the program of one member")
-    check_count("ensemble", least=1, cure="members=8", members=members)
-    check_choice("ensemble", ("shared", "own"), batches=batches)
     return program
 
 

@@ -157,7 +157,7 @@ def explain(
         program: not compiled.
         feed: the source of the batches.
     """
-    if meshes.current_mesh() is not None:
+    if meshes.here().size > 1:
         return explain_from(error, processes.gathered(_bad_in(window)), window[-1][0].place if window else "")
     held = [one for one in window if one[1] is not None]
     if not isinstance(frozen, TrainState) or not held or error.step is None:

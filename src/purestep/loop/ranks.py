@@ -35,7 +35,7 @@ def mesh_of(state: Tree, *, where: str, program: Program | None = None) -> paral
         RankError: there are several processes, and the state or the program is not distributed; the state is one
             process's part, and no mesh is open; or it is a part for another mesh.
     """
-    mesh = meshes.current_mesh()
+    mesh = meshes.here() if meshes.here().size > 1 else None
     shardings = [part.placement.sharding for part in states(state) if isinstance(part.placement, placement.Placement)]
     what = hint = ""
     if mesh is None and shardings:
@@ -152,7 +152,6 @@ def in_order(parts: list[tuple[int, _T]]) -> list[_T]:
     Args:
         parts: this process's (number of the batch, value) pairs, on the host.
     """
-    mesh = meshes.current_mesh()
-    own = parts if mesh is None or mesh.coordinate("tensor") == 0 else []  # processes of one model have the same rows
+    own = parts if meshes.here().coordinate("tensor") == 0 else []  # processes of one model have the same rows
     found = [entry for given in processes.gathered(own) for entry in given]  # by process, which the sort keeps
     return [value for _, value in sorted(found, key=lambda entry: entry[0])]

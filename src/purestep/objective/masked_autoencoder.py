@@ -41,9 +41,7 @@ def masked_reconstruction(
         StepContractError: when called, if the model returns something else, if the shapes of reconstruction, input and
             mask differ, or if the mask is not boolean.
     """
-    check_choice("masked_reconstruction", ("mse", "sse"), loss=loss)
     chosen = reduction or ("mean" if loss == "mse" else "batch_mean")
-    _check_reduction(chosen)
 
     def objective(model: Any, batch: Any, /, *context: Any) -> Loss:
         del context  # The model draws the masks.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import StepContractError
-from ..state import at_least, check_choice, known_keywords
+from ..state import at_least, known_keywords
 from ..torch_ext import complex_numbers, tracing
 from ..types import Params
 from .arguments import NonNegativeFloat, Rate
@@ -85,7 +85,6 @@ def lbfgs(
     References:
         Nocedal and Wright, 2006, Numerical Optimization, algorithms 3.5, 3.6 and 7.5.
     """
-    check_choice("lbfgs", ("strong_wolfe", None), line_search_fn=line_search_fn)
     options: dict[str, Any] = {
         "max_iter": max_iter,
         "max_eval": max_eval,

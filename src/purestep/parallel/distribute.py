@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ def distribute(
     *,
     params: str | Rules = "replicate",
     units: Sequence[str] = (),
-    batchnorm: str | None = None,
+    batchnorm: Literal["sync", "average"] | None = None,
     tensor: tensor_parallel.Plan | None = None,
     buffers: Mapping[str, str] = MappingProxyType({}),
 ) -> Program:
@@ -222,7 +222,6 @@ def _chosen(params: Any, names: Sequence[str]) -> Callable[[str], bool]:
 
 def _check_batchnorm(batchnorm: Any, module: Any) -> bool:
     """True if layers are to be synchronized."""
-    check_choice(_WHERE, ("sync", "average", None), batchnorm=batchnorm)
     names = batchnorms.trained(module)
     if names and batchnorm is None:
         raise ConfigError(

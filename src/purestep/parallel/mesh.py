@@ -139,18 +139,6 @@ def here() -> Mesh:
     return _started[-1].mesh if _started else Mesh()
 
 
-def current_mesh() -> Mesh | None:
-    """The mesh of several processes that is open; None outside of `start` and in a mesh of one.
-
-    Example:
-        >>> import purestep as ps
-        >>> with ps.parallel.start():  # alone
-        ...     print(current_mesh())
-        None
-    """
-    return _started[-1].mesh if _started and _started[-1].mesh.size > 1 else None
-
-
 def axis_mesh(axis: str) -> Any:
     """Torch's DeviceMesh of one axis of the open mesh. Raises the error of `group`."""
     group(axis)

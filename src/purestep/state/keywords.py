@@ -1,4 +1,4 @@
-"""Checks of the arguments of a factory: a keyword that it does not have, and a number out of its type's range."""
+"""Checks of the arguments of a factory: a keyword that it does not have, and a value that its type excludes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, ParamSpec, TypeAlias, TypeVar, cast, get_args, get_type_hints
+from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from ..errors import ConfigError
-from .validation import check_count, check_range, nearest
+from .validation import check_choice, check_count, check_range, nearest
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -30,7 +30,8 @@ def in_range(low: float = -math.inf, high: float = math.inf, ends: str = "()") -
 
 def known_keywords(factory: Callable[P, R]) -> Callable[P, R]:
     """Wrap a factory: a keyword argument that it does not have raises a ConfigError with the nearest one, or with our
-    name for one of another library; and so does a value that a `Check` in the argument's type refuses.
+    name for one of another library; and so does a value that a `Check` in the argument's type refuses, or that is none
+    of its literals.
 
     Example:
         >>> @known_keywords
@@ -43,7 +44,8 @@ def known_keywords(factory: Callable[P, R]) -> Callable[P, R]:
         decayed: the function has no argument 'lr' (cure: learning_rate=0.1)
 
     Args:
-        factory: without ``**kwargs``. The type of an argument may be ``Annotated[float, check]``, or that or None.
+        factory: without ``**kwargs``. The type of an argument may be ``Annotated[float, check]``, ``Literal[...]``, or
+            one of these or None.
     """
     parameters = inspect.signature(factory).parameters
     known = frozenset(
@@ -82,7 +84,24 @@ def _checks(factory: Callable[..., Any]) -> list[tuple[str, Check, bool, str]]:
         for check in (each for part in parts for each in getattr(part, "__metadata__", ())):
             if callable(check):
                 found.append((name, cast(Check, check), type(None) in parts, cure))
+        if options := _literals(hint):
+            found.append((name, _one_of(options), False, ""))
     return found
+
+
+def _literals(hint: Any) -> list[Any]:
+    """The values of a type of literals, bools and None; [] for any other type, and for one without literals."""
+    members = (hint,) if get_origin(hint) is Literal else get_args(hint)
+    values: list[Any] = []
+    for member in members:
+        if get_origin(member) is not Literal and member not in (bool, type(None)):
+            return []
+        values += get_args(member) or ([True, False] if member is bool else [None])
+    return values if any(get_origin(member) is Literal for member in members) else []
+
+
+def _one_of(options: list[Any]) -> Check:
+    return lambda where, name, value, cure: check_choice(where, options, **{name: value})
 
 
 _ALIASES = {

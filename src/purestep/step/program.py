@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from torch import nn
 
@@ -19,7 +19,7 @@ from .. import scaler as scaler_
 from ..errors import ConfigError
 from ..model import check_uncut, functional, unwrapped, wrappers
 from ..optim import arguments
-from ..state import check_choice, check_count, is_number, known_keywords
+from ..state import at_least, is_number, known_keywords
 from ..torch_ext import hidden
 from ..types import Empty, Made, Objective, Program, Static
 from .batch_copy import untouched
@@ -42,8 +42,8 @@ def program(
     *,
     precision: str | precision_.Policy = "32-true",
     ema: float | ema_.Average | None = None,
-    accumulate: int = 1,
-    microbatches: int = 1,
+    accumulate: Annotated[int, at_least(1)] = 1,
+    microbatches: Annotated[int, at_least(1)] = 1,
     tail: Literal["step", "carry", "drop"] = "step",
     engine: Literal["func", "autograd", "auto"] = "auto",
     nonfinite: Literal["raise", "skip"] = "raise",
@@ -114,7 +114,6 @@ def program(
         StepContractError: from train_step: the objective does not return a `Loss` with a scalar mean, or the
             transformation does not return an update for each parameter.
     """
-    _check_choices(accumulate=accumulate, microbatches=microbatches, tail=tail, engine=engine, nonfinite=nonfinite)
     _check_parts(model, objective, tx)
     if scaler is not None and not isinstance(scaler, scaler_.Scaler):
         raise ConfigError(f"the scaler is a {type(scaler).__name__}", where="program", hint="ps.scaler.dynamic(...)")
@@ -242,13 +241,6 @@ def _check_parts(model: Any, objective: Any, tx: Any) -> None:
             where="program",
             hint="pass ps.optim.adamw(3e-4), or ps.optim.from_torch(torch.optim.AdamW, lr=3e-4)",
         )
-
-
-def _check_choices(*, accumulate: int, microbatches: int, tail: str, engine: str, nonfinite: str) -> None:
-    check_count("program", least=1, accumulate=accumulate, microbatches=microbatches)
-    check_choice("program", ("step", "carry", "drop"), tail=tail)
-    check_choice("program", ("func", "autograd", "auto"), engine=engine)
-    check_choice("program", ("raise", "skip"), nonfinite=nonfinite)
 
 
 def _checked_values(values: Any) -> dict[str, arguments.Schedule]:

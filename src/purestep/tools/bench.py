@@ -7,13 +7,13 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 
 from .. import data, tree
 from ..errors import ConfigError, DataError
-from ..state import check_count
+from ..state import at_least, known_keywords
 from ..types import Tree
 
 
@@ -51,14 +51,15 @@ class Report(NamedTuple):
         return "\n".join(lines)
 
 
+@known_keywords
 def benchmark(
     step: Callable[..., Any],
     state: Tree,
     batch: Any,
     *,
     against: Callable[..., Any] | None = None,
-    calls: int = 10,
-    blocks: int = 20,
+    calls: Annotated[int, at_least(1)] = 10,
+    blocks: Annotated[int, at_least(2)] = 20,
 ) -> Report:
     """Time one step, or two steps in alternation.
 
@@ -89,8 +90,6 @@ def benchmark(
     Raises:
         ConfigError: ``calls`` or ``blocks`` is too small.
     """
-    check_count("benchmark", least=1, calls=calls)
-    check_count("benchmark", least=2, blocks=blocks)
     device = data.device_of(state)
     contestants = [_Contestant(each, state, batch) for each in (step, against) if each is not None]
     lead = len(contestants) - 1

@@ -15,7 +15,7 @@ from ..compile import states
 from ..errors import ConfigError, StateError
 from ..events import EpochEnd, Event, FitEnd, FitStart
 from ..optim import hyperparameters
-from ..state import at_least, check_choice, entry_place, in_range, known_keywords, nearest, stacked
+from ..state import at_least, entry_place, in_range, known_keywords, nearest, stacked
 from ..types import TrainState
 
 _log = logging.getLogger("purestep")
@@ -72,8 +72,6 @@ def reduce_on_plateau(
             leaf, or it follows a schedule.
         StateError: from `fit`: the state is no TrainState.
     """
-    check_choice("reduce_on_plateau", ("rel", "abs"), threshold_mode=threshold_mode)
-    check_choice("reduce_on_plateau", ("min", "max", None), mode=mode)
     chosen = mode or stopping.default_mode(monitor)
     options: dict[str, Any] = {"factor": factor, "patience": patience, "threshold": threshold, "cooldown": cooldown}
     options |= {"threshold_mode": threshold_mode, "min_lr": min_scale, "eps": 0.0}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Iterator
 from contextlib import closing
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from .. import metrics as metrics_
 from ..errors import ConfigError, DataError, StateError, StepContractError
 from ..loop import check_pair, inputs, ranks
 from ..parallel import loaders, processes
-from ..state import check_count, check_range, stacked
+from ..state import at_least, check_range, in_range, known_keywords, stacked
 from ..types import Device, Empty, Metrics, Program, TrainState
 
 _SKIPPED = (10, 1)  # first and last points that the suggestion ignores, as in Lightning
@@ -36,16 +36,17 @@ class RateSweep(NamedTuple):
         return f"{found}; {len(self.rates)} learning rates, {between}{end}"
 
 
+@known_keywords
 def find_learning_rate(
     program: Program,
     state: TrainState,
     loader: Any,
     *,
-    low: float = 1e-7,
+    low: Annotated[float, in_range(0.0)] = 1e-7,
     high: float = 1.0,
-    steps: int = 100,
-    smoothing: float = 0.98,
-    divergence: float | None = 4.0,
+    steps: Annotated[int, at_least(2)] = 100,
+    smoothing: Annotated[float, in_range(0.0, 1.0, "[)")] = 0.98,
+    divergence: Annotated[float, in_range(1.0)] | None = 4.0,
     leaf: str = "learning_rate",
     name: str = "train",
 ) -> RateSweep:
@@ -96,7 +97,7 @@ def find_learning_rate(
     References:
         Smith, 2017, Cyclical Learning Rates for Training Neural Networks.
     """
-    _check_numbers(low, high, steps, smoothing, divergence)
+    check_range("find_learning_rate", low, ends="()", cure="high=1.0, which exceeds low", high=high)
     stacked.check_single(state, where="find_learning_rate")
     state = _checked(state, leaf, low)
     source = loader.loader if isinstance(loader, loaders.Sharded) else loader
@@ -125,16 +126,6 @@ def find_learning_rate(
             if divergence is not None and index > 0 and losses[-1] > divergence * min(losses):
                 return _result(rates, losses, rate)
     return _result(rates, losses, None)
-
-
-def _check_numbers(low: Any, high: Any, steps: Any, smoothing: Any, divergence: Any) -> None:
-    where = "find_learning_rate"
-    check_range(where, 0, ends="()", cure="low=1e-7", low=low)
-    check_range(where, low, ends="()", cure="high=1.0, which exceeds low", high=high)
-    check_count(where, least=2, cure="steps=100", steps=steps)
-    check_range(where, 0, 1, cure="smoothing=0.98", smoothing=smoothing)
-    if divergence is not None:
-        check_range(where, 1, ends="()", cure="divergence=4.0", divergence=divergence)
 
 
 def _checked(state: TrainState, leaf: str, rate: float) -> TrainState:

@@ -220,13 +220,13 @@ def exact() -> dict[str, float]:
 def at_call(call: int, act: Any, *, rank: int = 1, kind: Any = events.StepEnd) -> Any:
     """A callback that acts after this call of the step, in one process."""
     calls = [0]
-    mesh = ps.parallel.mesh.current_mesh()
+    mesh = ps.parallel.mesh.here()
 
     def callback(event: events.Event) -> Any:
         if not isinstance(event, kind):
             return None
         calls[0] += 1
-        return act(event) if calls[0] == call and mesh is not None and mesh.rank == rank else None
+        return act(event) if calls[0] == call and mesh.size > 1 and mesh.rank == rank else None
 
     return callback
 
