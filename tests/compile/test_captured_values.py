@@ -234,8 +234,8 @@ def _watched(objective: Any) -> tuple[CapturedValues, list[int]]:
     watched = CapturedValues(ps.program(warm(), objective, ps.optim.sgd(0.1)).train_step)
     watched()
     looks = list[int]()
-    look = watched._update
-    watched._update = lambda before: (looks.append(1), look(before))[1]  # pyright: ignore[reportAttributeAccessIssue]
+    look = watched._text_of
+    watched._text_of = lambda places: (looks.append(1), look(places))[1]  # pyright: ignore[reportAttributeAccessIssue]
     return watched, looks
 
 

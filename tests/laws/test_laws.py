@@ -681,11 +681,11 @@ def test_the_average_is_a_pure_rule(decay: float, warmup: bool, seed: int) -> No
 )
 def test_an_average_in_place_is_the_average(make: Callable[..., ema.Average], buffers: str) -> None:
     rule, params = make(buffers=buffers), random_tree(0)
-    held: dict[str, Tensor] = {"mean": torch.zeros(3), "count": torch.tensor(0)}
+    held: dict[str, Tensor] = {"mean": torch.zeros(3), "other": torch.zeros(2)}
     plain, written = rule.init(params, held), rule.init(params, held)
     assert rule.where is not None
     for count in range(8):
-        held = {"mean": torch.full((3,), float(count)), "count": torch.tensor(count + 1)}
+        held = {"mean": torch.full((3,), float(count)), "other": torch.full((2,), count + 1.0)}
         now = ({name: p * count for name, p in params.items()}, held, torch.tensor(count))
         plain, written = rule.update(plain, *now), rule.where(written, *now, torch.tensor(True), True)
         assert written is not None
