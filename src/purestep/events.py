@@ -69,6 +69,7 @@ class FitStart:
         history: the history of the run so far.
         position: returns the present `Position`, at any time of the run and from any thread.
         view: "ema" or "params": the weights that are evaluated, of a state with an average.
+        compiled: the train step is compiled at its first calls.
     """
 
     state: Tree
@@ -82,6 +83,7 @@ class FitStart:
     history: Mapping[str, list[Any]] = field(default_factory=dict[str, list[Any]])
     position: Callable[[], Position] = _at_the_start
     view: str | None = None
+    compiled: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,6 +93,12 @@ def test_each_group_shows_its_learning_rate():
     assert "  lr 3.0e-04" not in line
 
 
+def test_a_run_says_that_its_first_calls_compile():
+    stream = io.StringIO()
+    progress(stream)(dataclasses.replace(start(), compiled=True))
+    assert stream.getvalue().startswith("compiles the step at its first calls")
+
+
 def test_resuming_and_stopping_early_are_said():
     stream = io.StringIO()
     sink = progress(stream)

@@ -36,6 +36,7 @@ from .api import compile_program as compile_program
 from .api import compile_step as compile_step
 from .as_settings import batch_sizes as batch_sizes
 from .as_settings import eager_program as eager_program
+from .as_settings import is_compiled as is_compiled
 from .as_settings import prepared as prepared
 from .as_settings import set_batch_sizes as set_batch_sizes
 from .capture import Uncaptured as Uncaptured

@@ -42,6 +42,11 @@ def set_batch_sizes(program: Program, met: Mapping[str, Met]) -> None:
         step.batch_sizes = met.get(name, {})
 
 
+def is_compiled(program: Program) -> bool:
+    """True if the train step of a program is compiled."""
+    return "train_step" in _compiled(program)
+
+
 def _compiled(program: Program) -> dict[str, CompiledStep | CompiledEval]:
     functions = {"train_step": program.train_step, "eval_step": program.eval_step}
     steps: dict[str, Any] = {name: getattr(function, "compiled", function) for name, function in functions.items()}

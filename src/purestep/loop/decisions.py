@@ -65,8 +65,8 @@ class Decisions:
         """True if a signal ends the run."""
         return self.signal in ("terminate", "interrupt")
 
-    def saved(self) -> None:
-        """Clear a request to save."""
+    def clear_request(self) -> None:
+        """Clear a request to save, which has been met."""
         self._signals.saved()
 
     def is_over(self) -> bool:
@@ -154,7 +154,7 @@ class JointDecisions(Decisions):
     def signal(self) -> Pending | None:
         return _SIGNALS[self._joint.signal]
 
-    def saved(self) -> None:
+    def clear_request(self) -> None:
         if self.signal == "snapshot":
             self._joint = self._joint._replace(signal=0)
 

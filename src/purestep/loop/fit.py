@@ -14,7 +14,7 @@ from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from .. import data, events, files, parallel
-from ..compile import LiveState, MetricVector, as_dict, eager_program, released, set_batch_sizes, states
+from ..compile import LiveState, MetricVector, as_dict, eager_program, is_compiled, released, set_batch_sizes, states
 from ..errors import (
     NonFiniteError,
     PurestepError,
@@ -212,7 +212,7 @@ class _Run:
         """Run the loop. Do not change the order of its parts: resumed runs, callbacks and snapshots depend on it."""
         error: BaseException | None = None
         try:
-            self.checkpointer.begin(self.loop)
+            self.checkpointer.count_from(self.loop)
             self.loop = self.loop.stopped(policy.ended_before(self.monitor, self.loop, self.checkpointer.directory))
             self._dispatch(self._fit_start())
             self.loop = self.decisions.compare(self.loop, self.state)
@@ -452,7 +452,7 @@ class _Run:
             return
         self._settle(wait=True)
         self._save(wait=signal != "snapshot")
-        self.decisions.saved()
+        self.decisions.clear_request()
         if signal != "snapshot":
             self.loop, self._has_saved = self.loop._replace(stop="interrupted"), True
             raise Preempted(self._result()) if signal == "terminate" else interrupted(self._result())
@@ -492,6 +492,7 @@ class _Run:
             dict(loop.history),
             lambda: self.callbacks.position(self.loop),
             self.view if self.feeds.evaluation else None,
+            is_compiled(self.program),
         )
 
     # --- snapshots and the end ----------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ class Checkpointer:
         """That of the snapshots; None to save nothing."""
         return None if self.snapshots is None else self.snapshots.directory
 
-    def begin(self, loop: LoopState) -> None:
+    def count_from(self, loop: LoopState) -> None:
         """Let the policy of the snapshots count from here."""
         if self.snapshots is not None:
             self.snapshots.count_from(updates=loop.updates, epoch=loop.epoch)
@@ -75,7 +75,7 @@ class Checkpointer:
         if self.snapshots is None or (again and not metrics):
             return None
         files.failpoint("loop.snapshot")
-        self.begin(loop)  # also for a save that fails, which is not due again at the next call
+        self.count_from(loop)  # also for a save that fails, which is not due again at the next call
         stored: dict[str, Any] = {"record": to_json(loop), "feed": self._feed.position(loop.epoch, loop.batch)}
         # Beside the state: which graphs serve the sizes of batches, and which parameters a flush leaves out.
         sizes, names = zip(*processes.gathered((batch_sizes(self._program), unreached(self._program))), strict=True)

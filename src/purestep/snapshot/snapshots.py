@@ -257,6 +257,8 @@ class Snapshots:
         Several at once need one snapshot. `fit` calls this, and so may a loop of your own; `save` itself always
         saves. Intervals count from the last `save`, or from `count_from`.
 
+        It remembers this place: the intervals count from it after the next `save`.
+
         Args:
             updates: optimizer updates so far.
             epoch: finished epochs so far.
