@@ -64,7 +64,7 @@ def only_native(monkeypatch: pytest.MonkeyPatch, cpu_plugin: None) -> list[Any]:
         raise AssertionError("went round the native path")
 
     monkeypatch.setattr(backend, "compiled", compiled)
-    monkeypatch.setattr(capture, "_lower", no_way_round)
+    monkeypatch.setattr(capture, "_by_public_entry", no_way_round)
     return made
 
 

@@ -549,7 +549,7 @@ def test_a_compiled_run_with_batches_of_many_sizes_is_resumed(tmp_path: Path, mo
 
     A graph for many sizes rounds otherwise than that of one size, as those of inductor do.
     """
-    true, gelu = capture._lower, torch.ops.aten.gelu.default
+    true, gelu = capture._by_public_entry, torch.ops.aten.gelu.default
 
     def lower(graph: Any, inputs: Any, *given: Any, **options: Any) -> Any:
         sized = options.get("shapes") == "from_tracing_context"
@@ -560,7 +560,7 @@ def test_a_compiled_run_with_batches_of_many_sizes_is_resumed(tmp_path: Path, mo
         graph.recompile()
         return true(graph, inputs, *given, **options)
 
-    monkeypatch.setattr(capture, "_lower", lower)
+    monkeypatch.setattr(capture, "_by_public_entry", lower)
     fields: dict[str, Any] = {"compile": {"backend": "aot_eager"}}
     whole = many_sizes(tmp_path / "whole", **fields)
     same(cut(tmp_path / "cut", **fields), whole)

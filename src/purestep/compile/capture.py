@@ -55,7 +55,7 @@ class Traits(NamedTuple):
     recordable: bool  # as a CUDA graph: it calls only operators of torch and purestep, which never ask the host
 
 
-def trace(
+def compile_graph(
     function: Flat, inputs: list[Tensor], *, backend: Any, options: Mapping[str, Any] | None
 ) -> tuple[Compiled, Traits, list[Tensor]]:
     """Compile one graph of ``function`` for inputs of these shapes; return it, its traits, and the tensors that the
@@ -75,7 +75,7 @@ def trace(
     return _outside_autocast(run), traits, outside
 
 
-def trace_sizes(
+def compile_sizes(
     function: Flat,
     inputs: list[Tensor],
     leaves: list[Tensor],
@@ -87,16 +87,16 @@ def trace_sizes(
     """Compile one graph for batches of many sizes.
 
     Args:
-        function: of ``inputs`` followed by ``leaves``; as for `trace`.
+        function: of ``inputs`` followed by ``leaves``; as for `compile_graph`.
         inputs: tensors of the state.
         leaves: tensors of a batch, every varying size at least 2.
         dims: which dimensions of each leaf vary.
-        backend: as for `trace`.
+        backend: as for `compile_graph`.
         options: the same.
 
     Returns:
-        As `trace`, and a function from a batch's tensors to whether the graph accepts them. None if a varying size
-        became a constant.
+        As `compile_graph`, and a function from a batch's tensors to whether the graph accepts them. None if a varying
+        size became a constant.
     """
     from torch import _guards
 
@@ -111,7 +111,7 @@ def trace_sizes(
     traits, shapes = _traits(graph), "from_tracing_context"
     fakes = [*symbols.fakes, *(symbols.mode.from_tensor(leaf.detach(), static_shapes=True) for leaf in outside)]
     with autocast_disabled(), _guards.tracing(_guards.TracingContext(symbols.mode)):
-        run = _lower(graph, fakes, backend, options, shapes=shapes)
+        run = _by_public_entry(graph, fakes, backend, options, shapes=shapes)
     return _outside_autocast(run), traits, outside, symbols.fits()
 
 
@@ -138,7 +138,7 @@ def _compile(
         graph = fx_passes.checked(fx_passes.views_allowed(graph))
     traits = _traits(graph)
     with autocast_disabled(), _function_modes_removed():
-        compiled = _lower(graph, inputs, backend, options)
+        compiled = _by_public_entry(graph, inputs, backend, options)
     if plugin is not None and failed is not None:
         warn_fallback(plugin, failed)
     return compiled, traits, outside
@@ -306,7 +306,7 @@ def _data_dependent() -> tuple[type[BaseException], ...]:
     )
 
 
-def _lower(
+def _by_public_entry(
     graph: GraphModule,
     inputs: list[Tensor],
     backend: Any,

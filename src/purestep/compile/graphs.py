@@ -275,7 +275,7 @@ class Graphs:
         flat, where, found = _flatten_core(core, leaves, len(tensors))
         try:
             inputs = [*tensors, *(leaves[index] for index in where)]
-            run, traits, outside = capture.trace(
+            run, traits, outside = capture.compile_graph(
                 flat, inputs, backend=self.options.backend, options=self.options.options
             )
         except Exception as error:
@@ -289,7 +289,7 @@ class Graphs:
         """Compile one graph for batches of any size; return None if that fails."""
         flat, where, found = _flatten_core(core, example, len(tensors))
         try:
-            made = capture.trace_sizes(
+            made = capture.compile_sizes(
                 flat,
                 tensors,
                 [example[index] for index in where],

@@ -60,7 +60,8 @@ class TrainCall:
         self.broke_donation = False
         """True if a donated step failed while it wrote: the memory of its input state is undefined."""
         self._check_batch = BatchCheck()
-        # A compiled step compares each batch with the last one itself, and reports only one that differs.
+        # A step of compile=True compares each batch with the last one itself, and reports only one that differs. That
+        # of "auto" may go on in eager mode.
         own = step if isinstance(step, compile_.CompiledStep) else None
         self._step_checks_batch = own is not None
         self._step: Any = partial(own.call, unlike=self._other_batch) if own else counting(step)

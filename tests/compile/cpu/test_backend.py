@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def compiled(function: Callable[..., list[Tensor]], *inputs: Tensor) -> Callable[..., list[Tensor]]:
     """The function as native code, for tensors like these; called with these where it is given none."""
-    run, _, outside = capture.trace(function, list(inputs), backend="inductor", options=None)
+    run, _, outside = capture.compile_graph(function, list(inputs), backend="inductor", options=None)
     return lambda *others: list(run([*(others or inputs), *outside]))
 
 

@@ -430,7 +430,7 @@ def test_the_library_of_another_user_is_not_loaded(own_cache: Path, monkeypatch:
 @pytest.mark.compile
 def test_how_code_may_be_called_is_kept_with_it(own_cache: Path, two_threads: None):
     def of(function: Callable[[Tensor], list[Tensor]], size: int) -> list[Any]:
-        capture.trace(function, [torch.ones(size)], backend="inductor", options=None)
+        capture.compile_graph(function, [torch.ones(size)], backend="inductor", options=None)
         lines = list((own_cache / "purestep").glob("*/entry"))
         newest = max(lines, key=lambda file: file.stat().st_mtime_ns)
         return json.loads(newest.read_text())[:-1]
@@ -513,7 +513,7 @@ _WARM = """
 import sys, torch
 import purestep as ps
 from purestep.compile import capture
-run, *_ = capture.trace(lambda x: [torch.sin(x) * 3.75], [torch.ones(300)], backend="inductor", options=None)
+run, *_ = capture.compile_graph(lambda x: [torch.sin(x) * 3.75], [torch.ones(300)], backend="inductor", options=None)
 assert torch.equal(run([torch.zeros(300)])[0], torch.zeros(300))
 print("purestep.compile.cpu.aot" in sys.modules, "torch._inductor.compile_fx" in sys.modules)
 """
