@@ -297,8 +297,12 @@ class Exchange(NamedTuple):
 
 
 class Form(NamedTuple):
-    """How a step stores parameter-shaped trees: as the named tree (identity functions), as a few flat buffers, or as
-    the pieces of one of several processes."""
+    """How a step stores parameter-shaped trees, and what happens to them on the way.
+
+    `step.IDENTITY` is the named tree, `state.packed` a few flat buffers, `parallel` the pieces of one of several
+    processes with an ``exchange``, `compile.eager_donation` the memory of the input state. Checks of a run read the
+    gradients by ``collect`` (`loop.purity_check`, `loop.nonfinite_steps`).
+    """
 
     expand: Callable[[Params], Params]  # stored -> named, as views
     collect: Callable[[Params], Params]  # named -> stored; named gradients, where an exchange reduces them

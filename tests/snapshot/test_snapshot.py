@@ -184,7 +184,7 @@ def test_a_part_of_the_state(tmp_path):
         )
         with pytest.raises(errors.Mismatch, match=match):
             snapshots.restore(new, only={"opt"})
-        with pytest.raises(errors.Mismatch, match=r'(?s)opt: .*cure: .*call restore\(template, only="params"\)'):
+        with pytest.raises(errors.Mismatch, match=r'(?s)opt: .*cure: .*restore\(template, only="params"\)'):
             snapshots.restore(new)
 
 

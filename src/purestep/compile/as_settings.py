@@ -65,6 +65,17 @@ def prepared(
 ) -> Program:
     """Return the program of a run.
 
+    =============  ======  ===================================================
+    ``wanted``     device  train step
+    =============  ======  ===================================================
+    "auto"         cuda    compiled, and eager where that fails (`_Fallback`)
+    "auto", False  other   eager with donated memory (`eager_donation`)
+    True, options  any     compiled (`CompiledStep`)
+    False          cuda    eager with donated memory
+    =============  ======  ===================================================
+
+    With ``donated=False`` eager steps are the program's own.
+
     Args:
         program: which may be compiled.
         device: of the state.
