@@ -51,8 +51,10 @@ class FitConfig(BaseModel):
     evaluate_every: fields.Intervals = Field(default=None, examples=[1.0])
     """The interval between evaluations. An int is a number of updates, counted over the whole run; a float is a number
     of epochs (0.25: four times an epoch, 1.0: once, 2.0: every other epoch). A mapping sets it for each evaluation
-    loader. None: every epoch. The position inside an epoch is computed from the number of batches if that is known,
-    else from ``len(loader)``, and if that was wrong, from the batches of the previous epoch."""
+    loader. None: every epoch. A run that ends by ``epochs`` is evaluated at its end only if that falls on the interval;
+    otherwise the last row of the history has None: score the last state with ``ps.evaluate(result.state, loader,
+    program.eval_step)``. The position inside an epoch is computed from the number of batches if that is known, else
+    from ``len(loader)``, and if that was wrong, from the batches of the previous epoch."""
 
     evaluate_on: fields.View = Field(default=None, examples=["params"])
     """The weights to evaluate. None: the EMA if the state has one, else the parameters. After ``"params"`` of a state
