@@ -195,18 +195,6 @@ def test_an_epoch_without_a_target_is_told_of(caplog: pytest.LogCaptureFixture):
     assert not _warnings(caplog)
 
 
-def test_flags_that_change_after_the_program_are_told_of():
-    net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3))
-    made = ps.program(net, ps.supervised(nn.CrossEntropyLoss()), optim.sgd(0.1))
-    net[0].requires_grad_(False)
-    with pytest.warns(UserWarning, match=r"^0.weight, 0.bias are still trained: .*call ps.program\(model, ...\) again"):
-        made.init()
-    made = ps.program(net, ps.supervised(nn.CrossEntropyLoss()), optim.sgd(0.1))
-    net[0].weight.requires_grad_(True)
-    with pytest.warns(UserWarning, match=r"^0.weight is still frozen: "):
-        made.init()
-
-
 def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
 

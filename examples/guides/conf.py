@@ -39,6 +39,7 @@ include_patterns = [
     "examples/guides/*.md",
     "tests/derivatives/layers.md",
     "tests/rigs/parallel/NCCL.md",
+    "tests/rigs/parallel/peaks.md",
     "tests/systems/README.md",
 ]
 exclude_patterns = ["build/site"]

@@ -72,8 +72,8 @@ class Snapshots:
 
     Args:
         directory: the directory. `open` creates it: on entering ``with``, in `fit`, or at the first save.
-        every_steps: a snapshot is due after this many optimizer updates, at least 1. None: never.
-        every_epochs: a snapshot is due after this many epochs, at least 1. None: never.
+        every_steps: a snapshot is due at each multiple of this many optimizer updates, at least 1. None: never.
+        every_epochs: a snapshot is due at each multiple of this many epochs, at least 1. None: never.
         every_seconds: a snapshot is due when the last one is this old, in seconds > 0. None: never.
         keep: the number of newest steps to keep, at least 1. None: all.
         keep_best: the number of steps with the best ``monitor`` to keep as well, at least 0.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -40,8 +39,7 @@ def init_of(
     ) -> TrainState:
         """Return the state before the first step: the module's current weights, on ``device``.
 
-        The parameters that required a gradient when the program was built are trained; a warning names those that have
-        changed since.
+        The parameters that required a gradient when the program was built are trained, whatever they require now.
         The module may be built on the meta device (``with torch.device("meta"):``), which takes no memory. Then
         ``weights`` draws or loads its tensors one by one; each process of a mesh keeps its pieces.
 
@@ -60,16 +58,14 @@ def init_of(
                 ``weights`` returns no tensor of the right shape.
         """
         names = spec.template.names
-        trained, frozen, buffers = functional.tensors(module, objective=own)
-        found = {**trained, **frozen, **buffers}
+        found = {name: tensor for named in functional.tensors(module, objective=own) for name, tensor in named.items()}
         _check_names(names, set(found))
-        _warn_of_flags(names, trained, frozen)
         if weights is not None:
             _check_empty(found)
         target = _target(module, device)
         if target.type != "meta":
             spec.policy.check(target)
-        # By the names of the program, not by the module's `requires_grad` of today.
+        # By the names of the program, not by the module's `requires_grad` of today: another program may have set that.
         params, frozen, buffers = (
             {name: keep(name, _placed(name, found[name], target, spec.policy, weights)) for name in of}
             for of in (names.params, names.frozen, names.buffers)
@@ -101,17 +97,6 @@ def _check_names(names: functional.Names, found: set[str]) -> None:
             where="program.init",
             hint="call ps.program(model, ...) when the model has all of its layers, ties and buffers",
         )
-
-
-def _warn_of_flags(names: functional.Names, trained: Params, frozen: Params) -> None:
-    changed = [name for name in names.params if name in frozen]
-    what = "still trained: requires_grad_(False) came"
-    if not changed:
-        changed, what = [name for name in names.frozen if name in trained], "still frozen: requires_grad_(True) came"
-    if changed:
-        more = f" and {len(changed) - 2} more are" if len(changed) > 2 else " is" if len(changed) == 1 else " are"
-        text = f"{', '.join(changed[:2])}{more} {what} after ps.program (cure: call ps.program(model, ...) again)"
-        warnings.warn(text, UserWarning, stacklevel=3)
 
 
 def _check_empty(found: Params) -> None:
