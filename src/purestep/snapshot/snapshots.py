@@ -255,9 +255,7 @@ class Snapshots:
             ()
 
         Several at once need one snapshot. `fit` calls this, and so may a loop of your own; `save` itself always
-        saves. Intervals count from the last `save`, or from `count_from`.
-
-        It remembers this place: the intervals count from it after the next `save`.
+        saves. Intervals count from the place of the last `save` (where `due` was called before it), or of `count_from`.
 
         Args:
             updates: optimizer updates so far.
