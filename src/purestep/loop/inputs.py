@@ -367,7 +367,11 @@ def checked_answer(state: Tree, answer: Tree, *, copied: bool) -> Tree:
     Raises:
         StateError: something else.
     """
-    expected, given = tree.with_paths(state), tree.with_paths(answer)
+    expected = tree.with_paths(state)
+    try:
+        given = tree.with_paths(answer)
+    except StateError:  # it contains itself
+        given = []
     same = [path for path, _ in expected] == [path for path, _ in given] and all(
         isinstance(new, Tensor) and (old.shape, old.dtype) == (new.shape, new.dtype)
         for (_, old), (_, new) in zip(expected, given, strict=True)
