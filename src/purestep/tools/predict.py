@@ -84,7 +84,7 @@ def predict(
         raise ConfigError(
             "the program has no bind", where="predict", hint="ps.Program(train_step, bind=...), or ps.program(...)"
         )
-    model, seed = program.bind(state, view=view), int(state.key.flatten()[0])
+    seed = int(state.key.flatten()[0])
     split, run = prepare or _inputs_of, forward or call_model
     outputs_of: Callable[..., Any] = untouched(lambda model, rows: run(model, split(rows)[0]))
     collected = _Outputs(name, rows=1 if stacked.size(state) else 0)
@@ -92,7 +92,7 @@ def predict(
         opened = stack.enter_context(
             ranks.opened(loader, state, where="predict", name=name, program=program, repeats=True)
         )
-        feed = opened.in_order()
+        model, feed = program.bind(state, view=view), opened.in_order()
         if feed is not opened:
             stack.callback(feed.close)
         for index, batch in enumerate(data.prefetch(feed.epoch(0), data.device_of(state), name=name)):

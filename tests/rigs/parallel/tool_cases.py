@@ -182,10 +182,12 @@ def refusals() -> dict[str, str]:
         program = ps.distribute(cases.normalized(), mesh, params="shard", batchnorm="sync")
         state = program.init(seed=3)
         images = cases.images()
+        sought = _linear(optim.inject(optim.sgd)(learning_rate=0.1))
+        rates = ps.distribute(sought, mesh).init()
         calls: dict[str, Callable[[], Any]] = {
             "predict": lambda: ps.predict(plain, state, images),
             "refresh_batchnorm": lambda: ps.refresh_batchnorm(plain, state, images),
-            "find_learning_rate": lambda: ps.find_learning_rate(plain, state, images),
+            "find_learning_rate": lambda: ps.find_learning_rate(sought, rates, images),
             "a list": lambda: ps.predict(program, state, images, forward=lambda model, x: [model(x)]),
             "other widths": lambda: ps.predict(program, state, images, forward=_as_wide_as_its_rank),
             "a stream": lambda: ps.predict(program, state, DataLoader(fitting.Lines([[0, 1]]), None)),
