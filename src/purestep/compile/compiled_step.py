@@ -19,8 +19,7 @@ from .. import rng, tree
 from ..errors import PurestepError, StepContractError
 from ..state import packed, stacked
 from ..step import Accum, Adding, Closing
-from ..torch_ext import draws, tracing
-from ..torch_ext.tensor_layout import layout_guard
+from ..torch_ext import draws, tensor_layout, tracing
 from ..types import Empty, Metrics, Static, Steps, TrainState
 from . import capture, live_state
 from .buffers import HostCounters, Slots, StateBuffers, unaliased
@@ -196,7 +195,7 @@ class CompiledStep:
         leaves, treedef = batch_leaves(batch)
         key = (store.slots.identity, phase)
         graph = self._graphs.find(key, treedef, leaves, store.buffers, lambda: self._core(store, phase, treedef))
-        same = layout_guard([*store.buffers, *leaves, *graph.outside])
+        same = tensor_layout.layout_guard([*store.buffers, *leaves, *graph.outside])
         given: Any = batch[0] if len(batch) == 1 else None
         is_flat = type(given) in (tuple, list) and all(type(leaf) is Tensor for leaf in given)
         only = (type(given), len(given)) if is_flat else None

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..errors import StepContractError
-from ..torch_ext.tensor_layout import layout_guard
+from ..torch_ext import tensor_layout
 from .buffers import StateBuffers, memory_of, strided_clone
 from .guards import signature
 
@@ -40,7 +40,7 @@ class _Recording:
     def __init__(self, run: Run, leaves: list[Any], places: list[int], *, possible: bool) -> None:
         self.run = run  # kept alive, so that no other function gets its id
         self.places = places  # addresses of the tensors outside
-        self.fits = layout_guard(leaves)
+        self.fits = tensor_layout.layout_guard(leaves)
         self.possible = possible
         self.calls = 0
         self.leaves: list[Any] = []
