@@ -75,7 +75,7 @@ def sentence(module: str, name: str) -> str:
     own = inspect.isroutine(value) or isinstance(value, type | ModuleType)
     text = (inspect.getdoc(value) if own and not typing.get_origin(value) else _after_assignment(module, name)) or ""
     first = _cell(text.partition("\n\n")[0])
-    words = re.split(r"(?<!al)\. (?=[\w`])", first)[0].partition(":math:")[0]  # a formula stands behind the words
+    words = re.split(r"(?<!al)\. (?=[\w`])", first)[0].partition(":math:")[0]  # a formula follows the words
     return words.removesuffix(": the ").rstrip(" .,:;") + "."
 
 

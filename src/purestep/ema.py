@@ -183,6 +183,8 @@ def _averaging(
     ) -> EmaState | None:
         share = weight(updates) * read(applied)
         share = read(share) if isinstance(share, Tensor) else share
+        if in_place and not isinstance(share, Tensor) and share == 0.0 and isinstance(state.buffers, Empty):
+            return state
         averaged = [(state.params, params)] + ([] if isinstance(state.buffers, Empty) else [(state.buffers, buffers)])
         if not all(_of_one_kind([*old.values(), *(new[name] for name in old)]) for old, new in averaged if old):
             return None

@@ -111,6 +111,29 @@ def test_a_graph_that_fails_while_it_runs_ends_a_run_with_the_cure(
     assert any("the state was donated" in note for note in met.value.__notes__) == (donate == "init")
 
 
+@pytest.mark.parametrize("donate", [True, "init"])
+def test_after_a_fallback_an_error_leaves_the_state_whole(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, donate: Any
+) -> None:
+    """The eager step has written new memory, so that the run saves the state."""
+    calls: list[int] = []
+
+    def branching(model: Any, batch: Any) -> ps.Loss:
+        calls.append(1)
+        if float(batch[0].sum()) > 1e9:  # reads a value: there is no graph
+            raise ValueError("a batch of the user's")
+        return ps.Loss(model(batch[0]).square().mean(), torch.tensor(8.0))
+
+    on_cuda(monkeypatch)
+    program = ps.program(tiny_mlp(), branching, ps.optim.sgd(0.1))
+    bad = (torch.full((8, 4), 1e9), torch.zeros(8, dtype=torch.long))
+    how: Any = {"epochs": 1, "compile": "auto", "donate": donate, "check_every": 0, "snapshots": tmp_path}
+    with pytest.warns(RuntimeWarning, match="runs in eager"), pytest.raises(ValueError, match="of the user's") as met:
+        fit(program.init(), [*batches(3), bad], program, **how)
+    assert not any("the state was donated" in note for note in met.value.__notes__)
+    assert ps.Snapshots(tmp_path, writer=False).steps() == [3]
+
+
 def test_auto_raises_what_eager_raises_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error of the model or the batch is no compiler's: there is no warning, which would be an error here."""
     on_cuda(monkeypatch)

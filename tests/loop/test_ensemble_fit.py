@@ -221,7 +221,7 @@ def test_a_member_that_skips_every_update_is_named(caplog: pytest.LogCaptureFixt
     assert result.state.updates.tolist() == [220, 0]
     told = [record.getMessage() for record in caplog.records if "member" in record.getMessage()]
     assert len(told) == 1
-    assert told[0].startswith("member 1 of the ensemble is not trained: all of its updates since the last row")
+    assert told[0].startswith("member 1 of the ensemble has not been trained since the last row")
 
 
 def test_a_member_that_skips_some_updates_is_not_named(caplog: pytest.LogCaptureFixture):

@@ -125,7 +125,7 @@ def test_run_epoch_raises_where_a_loss_was_not_finite_and_gives_the_state_before
         ps.run_epoch(program.init(), [good, spoilt, other], program.train_step)
     expected, _ = program.train_step(program.init(), good)
     assert_trees_close(caught.value.state, expected, exact=True)
-    windowed = mlp(accumulate=2)  # the window is open behind the last batch
+    windowed = mlp(accumulate=2)  # the window is open after the last batch
     with pytest.raises(NonFiniteError, match=r"at call 3"):
         ps.run_epoch(windowed.init(), [good, other, spoilt], windowed.train_step)
     skipping = mlp(nonfinite="skip")

@@ -586,7 +586,7 @@ def test_a_run_that_inductor_compiles_with_batches_of_many_sizes_is_resumed(tmp_
 
 @pytest.mark.parametrize("compiled", [False, {"backend": "aot_eager"}])
 def test_a_resumed_flush_leaves_out_the_parameters_that_no_gradient_has_reached(tmp_path: Path, compiled: Any):
-    """A signal behind the last batch of an epoch: the first call of the next process is the flush of its window."""
+    """A signal after the last batch of an epoch: the first call of the next process is the flush of its window."""
 
     class Heads(nn.Module):
         def __init__(self) -> None:

@@ -96,7 +96,7 @@ def test_each_group_shows_its_learning_rate():
 def test_a_run_says_that_its_first_calls_compile():
     stream = io.StringIO()
     progress(stream)(dataclasses.replace(start(), compiled=True))
-    assert stream.getvalue().startswith("compiles the step at its first calls")
+    assert stream.getvalue().startswith("the first calls compile the step")
 
 
 def test_resuming_and_stopping_early_are_said():

@@ -68,20 +68,21 @@ def prepared(
     =============  ======  ===================================================
     ``wanted``     device  train step
     =============  ======  ===================================================
-    "auto"         cuda    compiled, and eager where that fails (`_Fallback`)
-    "auto", False  other   eager with donated memory (`eager_donation`)
+    "auto"         cuda    compiled, and eager after Uncaptured (`_Fallback`)
+    "auto"         other   eager
+    False          any     eager
     True, options  any     compiled (`CompiledStep`)
-    False          cuda    eager with donated memory
     =============  ======  ===================================================
 
-    With ``donated=False`` eager steps are the program's own.
+    A program that is compiled already stays as it is, except with True or options. Eager steps get donated memory
+    (`eager_donation`) where they can, unless ``donated=False``.
 
     Args:
         program: which may be compiled.
         device: of the state.
         wanted: "auto": compiled on CUDA, with eager steps where that fails; a program that is compiled stays as it is,
             and so does one whose transform evaluates the loss again.
-            True or the options of `compile_program`: compiled. False: as it is.
+            True or the options of `compile_program`: compiled. False: eager.
         donated: the steps write into the memory of their state; "init": compiled ones into that of the first one too.
         say: is called with the reason, once for each, if steps that were to be compiled run in eager mode.
 
@@ -132,7 +133,8 @@ def _checked_options(given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class _Fallback:
-    """Functions that call a compiled one until it raises Uncaptured, before it has written, then the eager one.
+    """Functions that call the compiled one, and the eager one after the first Uncaptured, which a compiled function
+    raises before it writes.
 
     Args:
         say: as in `prepared`.
@@ -146,7 +148,7 @@ class _Fallback:
         """Return such a function.
 
         Args:
-            compiled: the one.
+            compiled: raises Uncaptured only before it writes into the state.
             eager: the same function.
         """
         chosen = compiled
@@ -162,6 +164,7 @@ class _Fallback:
                 self._said.add(reason)
                 self._say(reason)
             chosen = eager
+            vars(call)["fell_back"] = True
             return result
 
         vars(call)["compiled"] = getattr(compiled, "__self__", compiled)

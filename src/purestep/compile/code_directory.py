@@ -1,5 +1,4 @@
-"""The directory of compiled code, which inductor's cache shares: nobody but this user and root may have written there,
-or can put another directory in its place.
+"""The directory of compiled code, which inductor's cache shares. Only this user and root may write in it or replace it.
 
 A library, a module or a pickle in it is code that this process runs. Torch takes the directory that is named after the
 user in the system's temporary one, whoever has created it; or that of ``TORCHINDUCTOR_CACHE_DIR``.
@@ -44,7 +43,7 @@ def is_own(path: Path) -> bool:
 
 
 def is_safe(place: Path) -> bool:
-    """True if a directory `is_own`, and nobody else can put another one in its place."""
+    """True if a directory `is_own`, and no other user can replace it."""
     return is_own(place) and not _problem_above(place)
 
 
@@ -54,7 +53,7 @@ def private() -> Path:
 
 
 def _room() -> str:
-    """The directory for private ones: the system's temporary one, or home if others can rename what the former has."""
+    """The parent of private directories: the system's temporary one; home, if other users can rename entries of it."""
     temporary, home = tempfile.gettempdir(), os.path.expanduser("~")
     return home if _problem_above(Path(temporary, "purestep")) and os.access(home, os.W_OK) else temporary
 

@@ -267,7 +267,7 @@ class IndexedFeed(Feed):
         if found is None:
             return 0
         rows, dataset = [found] if self._source.batch_sampler is None else found, self._source.dataset
-        while isinstance(dataset, Subset):  # a random split may differ between processes
+        while type(dataset) is Subset:  # a random split may differ between processes
             rows, dataset = [dataset.indices[row] for row in rows], dataset.dataset
         return zlib.crc32(repr([_number(row) for row in rows]).encode())
 

@@ -179,7 +179,7 @@ class Accounting:
                 f"has halted at call {halted[at]}: its loss, its weight or a gradient is not finite, or its learning "
                 "rate is invalid"
                 if halted[at]
-                else "is not trained: all of its updates since the last row were refused, since its gradients are not "
+                else "has not been trained since the last row: its updates were refused, since its gradients are not "
                 "finite, or no target counts"
             )
             _log.warning("member %d of the ensemble %s; the others go on", at, reason)

@@ -79,7 +79,7 @@ def fit(
 
     Args:
         init_state: from ``program.init(seed=0)``, or any pytree of tensors that the program's step takes. It stays
-            valid unless ``donate="init"``.
+            valid unless a compiled step has ``donate="init"``.
         loaders: ``{"train": loader, "val": loader, ...}``, ``(train, val)``, or one loader to train on. A loader is a
             DataLoader or any iterable of batches. Every key but "train" is evaluated and prefixes its metrics.
         program: from `program`, or `Program(train_step)` with a step of your own.
@@ -224,7 +224,9 @@ class _Run:
             self._save(wait=True)
         except BaseException as caught:
             error = caught
-            if not (self.call.broke_donation and self._lose_donated(caught)):
+            if self.call.broke_donation:
+                self._lose_donated(caught)
+            else:
                 self._save_on_error(caught)
             raise
         finally:
@@ -526,16 +528,13 @@ class _Run:
             error.add_note(f"the last state is not saved: {type(second).__name__}: {second}")
             _log.warning("the last state is not saved: %s: %s", type(second).__name__, second)
 
-    def _lose_donated(self, error: BaseException) -> bool:
-        """Drop a donated state that a failed step has overwritten, and name the snapshot to go on from; False if the
-        state is whole: the step has copied it."""
+    def _lose_donated(self, error: BaseException) -> None:
+        """Drop a donated state that a failed step has overwritten, and name the snapshot to go on from."""
         parts = [part for part in states(self.state) if isinstance(part, LiveState) and part.live_store is not None]
         for part in parts:
             store = part.live_store
             if store is not None and store.generation == part.live_generation:
                 store.begin()  # whoever holds this state gets an error from here on, instead of numbers
-        if not parts and self.config.donate != "init":
-            return False
         self.state = None
         place = "go on from the last snapshot" if self.decisions.rank else "no snapshot has an earlier one"
         snapshots = self.checkpointer.snapshots if self.decisions.rank == 0 else None
@@ -552,7 +551,6 @@ class _Run:
         error.add_note(note)
         _log.warning("%s", note)
         vars(error)["result"] = self._result()
-        return True
 
     def _result(self) -> FitResult:
         """Return the result so far."""

@@ -179,7 +179,10 @@ def explain(
     except Exception as failed:
         _log.info("the step that halted fails in eager mode, so it is not explained: %s", failed)
         return error
-    hint = f"yield new tensors from the loader (x.clone()), not one buffer that it writes again; {error.hint}"
+    hint = (
+        "if the loader writes one buffer again, yield new tensors (x.clone()); if the step is compiled, try "
+        f"compile=False; {error.hint}"
+    )
     return _like(
         error, f"{error.what}; the cause is unknown, because the call is finite when it is repeated", hint=hint
     )

@@ -214,8 +214,9 @@ def warn_of_no_update(loop: LoopState) -> None:
     """Warn at the end of the first epoch if it has updated nothing. ``loop`` is that of the epoch, with all metrics."""
     if loop.epoch == 0 and loop.batch and not loop.updates and not loop.is_window_open:
         _log.warning(
-            "epoch 1 has made no update: no target counted, or no loss was finite (cure: labels other than -100; "
-            "a weight above 0 in ps.Loss; a smaller learning rate)"
+            "epoch 1 has made no update: no target counted, no loss was finite, or tail='drop' dropped its window "
+            "(cure: labels other than -100; a weight above 0 in ps.Loss; a smaller learning rate; accumulate= of at "
+            "most the batches of an epoch)"
         )
 
 

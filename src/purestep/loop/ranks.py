@@ -92,8 +92,8 @@ def check_loader(loader: Any, *, where: str) -> None:
 def opened(
     loader: Any, state: Tree, *, where: str, name: str, program: Program | None = None, **how: Any
 ) -> Generator[data.Feed]:
-    """Open a loader for a function on this state (see `mesh_of`), and close it behind it, unless it is a `Feed` of the
-    caller. `data.open_feed` takes ``how``."""
+    """Open a loader for a function on this state (see `mesh_of`), and close it at the end, unless it is a `Feed` of
+    the caller. `data.open_feed` takes ``how``."""
     mesh = mesh_of(state, where=where, program=program)
     check_loader(loader, where=name)
     feed = data.open_feed(loader, name=name, mesh=mesh, **how)

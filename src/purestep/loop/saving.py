@@ -77,7 +77,7 @@ class Checkpointer:
         files.failpoint("loop.snapshot")
         self.count_from(loop)  # also for a save that fails, which is not due again at the next call
         stored: dict[str, Any] = {"record": to_json(loop), "feed": self._feed.position(loop.epoch, loop.batch)}
-        # Beside the state: which graphs serve the sizes of batches, and which parameters a flush leaves out.
+        # Stored with the state: the graphs for the sizes of batches, and the parameters that a flush leaves out.
         sizes, names = zip(*processes.gathered((batch_sizes(self._program), unreached(self._program))), strict=True)
         stored |= {"sizes": sizes} if any(sizes) else {}
         stored |= {"unreached": sorted(set().union(*names))} if any(names) else {}

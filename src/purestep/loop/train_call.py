@@ -59,6 +59,7 @@ class TrainCall:
         step = program.train_step
         self.broke_donation = False
         """True if a donated step failed while it wrote: the memory of its input state is undefined."""
+        self._chosen = step
         self._check_batch = BatchCheck()
         # A step of compile=True compares each batch with the last one itself, and reports only one that differs. That
         # of "auto" may go on in eager mode.
@@ -118,8 +119,10 @@ class TrainCall:
             raise
 
     def _note_failure(self, error: BaseException, state: Tree) -> None:
-        # A plain state cannot say that a step has overwritten it.
-        harmed = not compile_.is_alive(state) or (self._writes_init and type(state) is TrainState)
+        # A plain state cannot say that a compiled step has overwritten it.
+        writes = self._writes_init and not getattr(self._chosen, "fell_back", False)
+        plain = any(type(part) is TrainState for part in states(state))
+        harmed = not compile_.is_alive(state) or (writes and plain)
         self.broke_donation = harmed and not isinstance(error, PurestepError)
 
     def _unchecked(self, state: Tree, batch: Any) -> tuple[Tree, Metrics | MetricVector]:

@@ -95,7 +95,7 @@ def run(
     params: Params,
     *,
     norm: Tensor,
-    ready: Tensor | None = None,
+    ready: Tensor,
     owned: bool,
     unused: Collection[str],
 ) -> tuple[Params, Tree]:
@@ -107,7 +107,7 @@ def run(
         params: name -> P.
         norm: of the updates, shape=().
         ready: shape=(), bool: where it is False, floating tensors with dimensions keep their values; the caller keeps
-            the old ones of others. None: True.
+            the old ones of others.
         owned: write into the memory of parameters and moments; else into copies.
         unused: parameters that keep their values, and those of their moments.
 
@@ -117,7 +117,7 @@ def run(
     state, work = plan.state, plan.work
     if not owned:
         params, state, work = _on_copies(plan, params)
-    refused, updates = None if ready is None else (~ready).float(), dict(updates)
+    refused, updates = (~ready).float(), dict(updates)
     for index, each in enumerate(work):
         if isinstance(each, Change):
             is_whole = index == 0 and len(each.names) == len(updates)

@@ -43,7 +43,7 @@ class ScaleByRadamState(NamedTuple):
 def scale_by_radam(b1: Decay = 0.9, b2: Decay = 0.999, *, eps: NonNegative = 1e-8) -> Transform:
     r"""Adam's direction with a rectifier for early updates, as `torch.optim.RAdam`.
 
-    The variance of :math:`v` is large there.
+    The variance of :math:`v` is large in early updates.
 
     Example:
         >>> params = {"w": torch.tensor([3.0])}

@@ -70,7 +70,7 @@ class ProgressBar:
             where = f" of {'/'.join(event.directory.parts[-2:])}" if event.directory else ""
             self._print(f"resumed after epoch {event.epoch}, update {event.updates}{where}")
         if event.compiled and not is_over:
-            self._print("compiles the step at its first calls: seconds to minutes, once for this model and machine")
+            self._print("the first calls compile the step: seconds to minutes")
         if event.view == "ema":
             self._print("evaluates the averaged weights (ema), as bind, evaluate and exports do")
         elif event.view is not None:

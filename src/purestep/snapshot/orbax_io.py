@@ -127,7 +127,7 @@ def read(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Array
     Raises:
         ValueError: the arrays' own metadata claim other shapes.
     """
-    import tensorstore
+    import tensorstore  # orbax's own
 
     with _quiet():
         check_shapes(folder, shapes)
@@ -148,7 +148,7 @@ def check_shapes(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
     Raises:
         ValueError: a shape differs, or the arrays are stored in another way than `write` stores them.
     """
-    import tensorstore
+    import tensorstore  # orbax's own
 
     layout = read_json(folder / _ITEM / "_METADATA")
     if not (layout["use_ocdbt"] and layout["use_zarr3"]):

@@ -255,7 +255,8 @@ class Snapshots:
             ()
 
         Several at once need one snapshot. `fit` calls this, and so may a loop of your own; `save` itself always
-        saves. Intervals count from the place of the last `save` (where `due` was called before it), or of `count_from`.
+        saves. A multiple is due once it lies after the last `save` (at the numbers that `due` got before it) or after
+        `count_from`; seconds count from there.
 
         Args:
             updates: optimizer updates so far.

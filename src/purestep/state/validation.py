@@ -78,7 +78,7 @@ def check_count(where: str, *, least: int, cure: str = "", **counts: Any) -> Non
     for name, value in counts.items():
         if not is_count(value, least):
             is_share = isinstance(value, float) and 0 < value < 1
-            own = f"{name}=100: it is a count, not a share of the run" if is_share else f"{name}={least}, or more"
+            own = f"a whole number: {name} is a count, not a share" if is_share else f"{name}={least}, or more"
             raise ConfigError(f"{name}={value!r} must be an int of at least {least}", where=where, hint=cure or own)
 
 

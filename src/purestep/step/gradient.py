@@ -289,7 +289,7 @@ def _listed(found: list[Tensor]) -> str:
     tensors = (
         "a tensor in the objective's closure that requires"
         if len(found) == 1
-        else (f"{len(found)} tensors in the objective's closure that require")
+        else f"{len(found)} tensors in the objective's closure that require"
     )
     return f"{tensors} a gradient, which no step trains: {shapes}"
 

@@ -2,9 +2,9 @@
 
 The decision has one order: a halted state and a window without targets change nothing; a loss or gradient that is not
 finite lowers the scale, and halts the state where it cannot be lowered; an invalid learning rate halts it; else the
-update is applied. Nothing is read on the host, which would wait for a GPU, and a graph or a transform of `torch.func`
-has no values. So both results are computed, and one is selected; a kernel of torch that writes in place is told whether
-to write.
+update is applied. The host does not read this decision: it would wait for a GPU, and a graph or a transform of
+`torch.func` has no values. Both results are computed, and one is selected. A kernel of torch that writes in place gets
+a flag that says whether to write.
 """
 
 from __future__ import annotations
@@ -81,10 +81,9 @@ def apply(
     if plan is None:
         params, opt_state, fits = _by_tree(window)
         finite = finite if fits is None else finite & fits
-        attempted = counts & finite
     else:
-        attempted = counts & finite
-        params, opt_state = _by_kernels(window, plan, ready=_all(attempted, plan.rates))
+        params, opt_state = _by_kernels(window, plan, ready=_all(counts & finite, plan.rates))
+    attempted = counts & finite
     rates = rates_of(opt_state)
     # A schedule may return any value. A plan's other rates are numbers, checked before.
     usable = None if plan is not None and not plan.rates else _usable(rates.values())
@@ -169,7 +168,7 @@ def _unused(skipped: unused_parameters.Reached) -> set[str] | None:
     return {name for name, flag in skipped.items() if flag is None or not flag.item()}
 
 
-def _by_kernels(window: _Window, plan: fused.Plan, *, ready: Tensor | None) -> tuple[Params, Tree]:
+def _by_kernels(window: _Window, plan: fused.Plan, *, ready: Tensor) -> tuple[Params, Tree]:
     """The parameters and the optimizer state by a plan, which writes nothing of the state where ``ready`` is False."""
     before_write, state, unused = window.form.before_write, window.state, _unused(window.skipped) or set[str]()
     if before_write is not None:

@@ -199,7 +199,7 @@ class Draws(TorchDispatchMode):
         if given.get("generator") is not None or given.get("training") is False:  # a ReLU in evaluation draws nothing
             return func(*args, **kwargs)
         name, in_graph = func._schema.name.removeprefix("aten::"), not self._members or tracing.in_graph()
-        if name in _REFUSED:
+        if name in _REFUSED or (self._members and in_graph and name == "randperm"):
             raise self._refused(name)
         if in_graph and not _is_on_cpu(given):
             return func(*args, **kwargs)
@@ -211,7 +211,7 @@ class Draws(TorchDispatchMode):
     def _refused(self, name: str) -> RefusedDraw:
         cure = "draw in the loader, and pass the numbers in the batch"
         if self._members:
-            what, other = "which a member of an ensemble cannot", "or train the members one by one"
+            what, other = "which a member of an ensemble cannot do", "or train the members one by one"
         else:
             what, other = "which a graph cannot hold", "or call the step itself, in eager mode (in fit: compile=False)"
         return RefusedDraw(f"the step draws with aten::{name}, {what}", where="step", hint=f"{cure}; {other}")
