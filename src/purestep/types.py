@@ -42,7 +42,7 @@ class Mean(NamedTuple):
     weight is not 0. ``<`` and `format` use this number. `metrics.merge` adds Means; ``==`` compares the two tensors.
 
     Args:
-        total: shape=() or (n,), dtype=float32; float64 in a program whose loss is float64.
+        total: shape=() or (n,), dtype=float32; float64 in a program whose loss is float64, and from `run_epoch`.
         weight: the same shape and dtype.
     """
 

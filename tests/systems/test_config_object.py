@@ -390,7 +390,7 @@ def example() -> Any:
     return load("from_config")
 
 
-# What is added to the file, and what that is in code.
+# A pair: settings added to the file, and the same settings as arguments of fit.
 SWITCHES: list[tuple[Settings, Settings]] = [
     ({}, {}),
     ({"fast_dev_run": 2}, {"fast_dev_run": 2}),

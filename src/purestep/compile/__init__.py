@@ -41,7 +41,6 @@ from .as_settings import prepared as prepared
 from .as_settings import set_batch_sizes as set_batch_sizes
 from .capture import Uncaptured as Uncaptured
 from .compiled_step import CompiledStep as CompiledStep
-from .eager_donation import DonatedStep as DonatedStep
 from .eager_donation import can_donate as can_donate
 from .eager_donation import donate as donate
 from .eager_donation import released as released

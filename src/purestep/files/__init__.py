@@ -11,6 +11,7 @@ failpoints  places where a test makes the disk, the process or the clock fail
 
 from .atomic import local_path as local_path
 from .atomic import make_directory as make_directory
+from .atomic import of_run as of_run
 from .atomic import other_kind as other_kind
 from .atomic import remove_tree as remove_tree
 from .atomic import replacing as replacing

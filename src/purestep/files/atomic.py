@@ -47,6 +47,16 @@ def local_path(where: str, **paths: Any) -> Path:
     return Path(text)
 
 
+def of_run(directory: Path | None) -> str:
+    """The directory of a run for a line of text, short; "" for None.
+
+    Example:
+        >>> of_run(Path("/data/runs/digits")), of_run(None)
+        (' of runs/digits', '')
+    """
+    return "" if directory is None else f" of {'/'.join(directory.parts[-2:])}"
+
+
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # `Path` makes one slash of two; one letter is a drive of Windows
 
 

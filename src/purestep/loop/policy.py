@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import data, stopping
 from ..errors import ConfigError
+from ..files import of_run
 from ..snapshot import Snapshots
 from ..state import nearest, whole
 from ..types import Program
@@ -205,8 +206,7 @@ def ended_before(monitor: Monitor, loop: LoopState, directory: Path | None) -> s
         return None  # its last row is missing
     if reason is not None:
         text = "nothing is trained: the run%s had ended already, by %s, after %d epochs and %d updates"
-        where = f" of {'/'.join(directory.parts[-2:])}" if directory else ""
-        _log.warning(text, where, reason, loop.epoch, loop.updates)
+        _log.warning(text, of_run(directory), reason, loop.epoch, loop.updates)
     return reason
 
 

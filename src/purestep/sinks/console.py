@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from ..data import random_state
 from ..errors import printable
 from ..events import EpochEnd, Event, FitEnd, FitStart, Logged
+from ..files import of_run
 from ..state import vector_name
 
 if TYPE_CHECKING:
@@ -67,8 +68,7 @@ class ProgressBar:
         self._bar = self._opened(event.batches)
         is_over = event.epochs == event.epoch or event.steps == event.updates
         if event.resumed and not is_over:
-            where = f" of {'/'.join(event.directory.parts[-2:])}" if event.directory else ""
-            self._print(f"resumed after epoch {event.epoch}, update {event.updates}{where}")
+            self._print(f"resumed after epoch {event.epoch}, update {event.updates}{of_run(event.directory)}")
         if event.compiled and not is_over:
             self._print("the first calls compile the step: seconds to minutes")
         if event.view == "ema":
@@ -132,7 +132,7 @@ def progress(stream: TextIO | None = None) -> ProgressBar:
 
     The bar shows batches and the remaining time of the epoch, and the numbers of the last log line. Lines that are
     printed have less than 120 characters. Both stay within the width of a terminal: other metrics than losses, learning
-    rate and speed are dropped, those of training first. ``python -m purestep show`` has all.
+    rate and speed are dropped, those of training first. ``result.history`` has all.
 
     Args:
         stream: to print to, standard output by default.

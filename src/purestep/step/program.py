@@ -93,8 +93,8 @@ def program(
             Gradients are the same.
         nonfinite: for a loss or gradient that is not finite, "raise" freezes the state: later calls update nothing, and
             `fit` raises; `TrainState` says how to go on. "skip" skips the update, with ``accumulate`` that of the whole
-            window, and `fit` raises after 100 skipped in a row. An infinite update
-            from finite gradients (Adam with ``eps=0`` and a gradient of 0) is applied, and detected by the next loss.
+            window, and `fit` raises after 100 skipped in a row. An infinite update from finite gradients (Adam with
+            ``eps=0`` and a gradient of 0) is applied, and detected by the next loss.
         keep_eval: glob patterns of submodules that stay in eval mode.
         carry: glob patterns of buffers that forward writes and that go from batch to batch, such as the hidden state of
             a language model. At the beginning of each epoch and of each evaluation, and in ``bind``, they have the
