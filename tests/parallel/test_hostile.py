@@ -32,8 +32,7 @@ TWO: dict[str, tuple[str, str] | str] = {
     "first late": TOGETHER,
     "too late": (JOIN.format(0) + r".*1/2 clients joined.*within the timeout", JOIN.format(1) + r".*timed out"),
     "early for the next mesh": TOGETHER,
-    # Another program may have taken the port meanwhile.
-    "never": ("did not start", JOIN.format(1) + r".*(?:timed out|did not answer)"),
+    "never": ("did not start", JOIN.format(1) + r".*timed out"),
     "torch": (
         r"processes 0 and 1 differ: torch is \S+ and 0\.0\.1 \(cure: install the same versions",
         r"processes 1 and 0 differ: torch is 0\.0\.1 and \S+ \(cure: install the same versions",

@@ -15,6 +15,7 @@ import contextlib
 import fcntl
 import json
 import os
+import random
 import signal
 import socket
 import tempfile
@@ -123,10 +124,13 @@ def once(factory: pytest.TempPathFactory, name: str, compute: Callable[[], Any])
 
 
 def free_port() -> int:
-    """A TCP port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A TCP port that is free now, below the ports that a system gives to whoever asks for any (Linux: 32768 and up):
+    tests beside this one ask for any, and a port that nobody listens on yet would soon be theirs."""
+    for port in random.SystemRandom().sample(range(10_000, 32_768), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError("none of 100 ports between 10000 and 32767 is free")
 
 
 def _killed(child: Child) -> Done:
