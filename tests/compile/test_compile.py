@@ -1072,7 +1072,7 @@ def train_on_unlike_batches() -> int:
 @pytest.mark.compile
 def test_a_batch_of_another_kind_gets_another_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     assert train_on_unlike_batches() == 4
-    monkeypatch.setattr("purestep.compile.compiled_step.layout_guard", lambda leaves: lambda *others: True)
+    monkeypatch.setattr("purestep.torch_ext.tensor_layout.layout_guard", lambda leaves: lambda *others: True)
     with pytest.raises(AssertionError):
         train_on_unlike_batches()
 

@@ -159,8 +159,6 @@ def test_the_count_is_not_passed_to_a_model_that_does_not_take_it() -> None:
     assert own.mean.item() == pytest.approx(open_loss.mean.item(), rel=1e-6)
 
 
-# transformers takes a lock, where Dynamo goes on uncompiled; torch 2.14 warns then of builtins of torch.func.
-@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")
 def test_a_users_own_torch_compile_reads_the_step_and_says_the_doubt() -> None:
     model, inputs = routed()
     program = ps.program(model, ps.hf_loss(), optim.sgd(0.1))

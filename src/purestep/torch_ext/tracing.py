@@ -216,7 +216,9 @@ def unwrapped(value: Tensor) -> Tensor:
         >>> seen
         [[0, 1, 2]]
     """
-    while _functorch.is_functorch_wrapped_tensor(value):
+    while not torch.compiler.is_dynamo_compiling() and _functorch.is_functorch_wrapped_tensor(
+        value
+    ):  # it warns of that
         value = _functorch.get_unwrapped(value)
     return value
 
@@ -231,7 +233,7 @@ def is_mapped(value: Tensor) -> bool:
         >>> seen, is_mapped(torch.zeros(3))
         ([True], False)
     """
-    while _functorch.is_functorch_wrapped_tensor(value):
+    while not torch.compiler.is_dynamo_compiling() and _functorch.is_functorch_wrapped_tensor(value):
         if _functorch.is_batchedtensor(value):
             return True
         value = _functorch.get_unwrapped(value)
