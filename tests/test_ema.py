@@ -76,6 +76,7 @@ def test_warm_up_that_is_over_is_the_plain_average():
     assert late == run(ema.average(0.5), [1.0, 2.0], decay_from=1000)
 
 
+@pytest.mark.row("B44")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("decay", [0.0, 0.5, 0.999])
 @pytest.mark.parametrize("use_buffers", [False, True])

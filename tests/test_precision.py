@@ -144,6 +144,7 @@ def test_a_compiled_step_in_float16_is_that_of_eager(factor: float, updates: int
     assert_trees_close(state.params, eager.params, rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.row("2.19")
 def test_mixed_precision_is_torch_autocast():
     x, y = vector_batch()
     net = tiny_mlp()
@@ -216,6 +217,7 @@ class TestWhatADeviceCannotDo:
             program(tiny_mlp(), "64-true").init(device="cpu")
         program(tiny_mlp(), "bf16-true").init(device="cpu")
 
+    @pytest.mark.row("B1", "B6")
     def test_an_autocast_that_switches_itself_off(self, monkeypatch: pytest.MonkeyPatch):
         """torch warns and goes on in float32; here that is an error, and no warning."""
 
@@ -242,6 +244,7 @@ class TestWhatADeviceCannotDo:
         precision.policy("32-true").check(CPU)
 
 
+@pytest.mark.row("1.2", "4.3")
 @pytest.mark.parametrize(
     ("cuda", "mps", "first"), [(True, True, "cuda"), (False, True, "mps"), (False, False, "cpu"), (True, False, "cuda")]
 )

@@ -223,6 +223,7 @@ METRIC_NAMES = ["precision", "recall", "f1"]
 SKLEARN = {"precision": "precision_score", "recall": "recall_score", "f1": "f1_score"}
 
 
+@pytest.mark.row("2.17", "B28")
 @pytest.mark.peer
 @pytest.mark.parametrize("average", ["micro", "macro", "binary"])
 @pytest.mark.parametrize("name", METRIC_NAMES)
@@ -248,6 +249,7 @@ def test_merged_counts_equal_scikit_learn_over_all_batches(name: str, average: A
     assert float(found[name]) == pytest.approx(expected, nan_ok=True)
 
 
+@pytest.mark.row("2.17", "B28")
 def test_f1_averaged_over_batches_is_another_number():
     batches = [(LOGITS[:1], TARGETS[:1]), (LOGITS[1:], TARGETS[1:])]
     metric = partial(metrics.f1, average="macro")

@@ -214,6 +214,7 @@ X, Y = draw(4, 2), draw(4, 2, seed=2)
 
 
 class TestBatches:
+    @pytest.mark.row("1.17")
     @pytest.mark.parametrize(
         ("batch", "seen", "targets"),
         [
@@ -240,6 +241,7 @@ class TestBatches:
         ps.supervised(nn.MSELoss())(Sum(), batch)
         assert set(batch) == {"a", "labels"}
 
+    @pytest.mark.row("1.16", "1.17", "1.18")
     def test_prepare_and_forward_are_the_users(self):
         run = ps.supervised(
             nn.MSELoss(),
@@ -426,6 +428,7 @@ class TestHuggingFace:
         loss = ps.hf_loss()(Regression(), {"x": X, "labels": Y})
         assert loss.weight.item() == 8
 
+    @pytest.mark.row("1.25")
     def test_it_is_trained_and_accumulates_by_tokens(self):
         batch = tokens()
         halves = [{name: value[rows] for name, value in batch.items()} for rows in (slice(0, 1), slice(1, 4))]
@@ -495,6 +498,7 @@ class Coder(nn.Module):
 
 
 class TestMaskedReconstruction:
+    @pytest.mark.row("4.8", "4.9", "4.10", "B38", "4.22")
     @pytest.mark.parametrize(
         ("loss", "reduction", "mean", "weight"),
         [
@@ -519,6 +523,8 @@ class TestMaskedReconstruction:
         assert ps.masked_mse(RECON, INPUT, MASK).item() == pytest.approx(14 / 3)
         assert ps.masked_sse(RECON, INPUT, MASK).item() == 7
         assert ps.masked_sse(RECON, INPUT, MASK, reduction="sum").item() == 14
+        each = torch.func.vmap(ps.masked_mse)(RECON[:, None], INPUT[:, None], MASK[:, None])
+        assert each.tolist() == pytest.approx([5, 4])  # no shape depends on the data
 
     @pytest.mark.parametrize("reduction", ["mean", "sum", "batch_mean"])
     def test_everything_visible_is_a_loss_of_0_with_a_graph(self, reduction: Any):
@@ -528,6 +534,7 @@ class TestMaskedReconstruction:
         loss.mean.backward()
         assert net.gain.grad.item() == 0
 
+    @pytest.mark.row("B39")
     def test_everything_visible_makes_no_update(self):
         program = ps.program(Coder(torch.ones(2, 3, dtype=torch.bool)), ps.masked_reconstruction(), optim.sgd(0.1))
         state, metrics = program.train_step(program.init(device="cpu"), INPUT)

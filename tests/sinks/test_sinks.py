@@ -329,6 +329,7 @@ def test_the_end_of_the_run_sets_the_history_right(tmp_path: Path):
     ]
 
 
+@pytest.mark.row("B48")
 def test_a_resumed_history_goes_on_where_the_snapshot_was(tmp_path: Path):
     first = history_json(tmp_path / "h.json")
     first(start())
@@ -342,6 +343,7 @@ def test_a_resumed_history_goes_on_where_the_snapshot_was(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["h.json"]
 
 
+@pytest.mark.row("B48")
 @pytest.mark.parametrize("content", ['[{"epoch": 1}]', '{"foreign": 1}', "[{", ""])
 def test_a_fresh_run_moves_a_history_aside(tmp_path: Path, content: str):
     path = tmp_path / "h.json"
