@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
-import inspect
 import json
 import re
 import subprocess
@@ -16,7 +15,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -539,5 +537,3 @@ def exported(text: str) -> set[str]:
     """The names that a package's ``__init__.py`` re-exports: one statement each, no star."""
     found = {local for local, origin, _ in imported("__init__.py", text) if not within(origin, "__future__")}
     return {name for name in found if not name.startswith("_")}
-
-

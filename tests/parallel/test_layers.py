@@ -139,9 +139,10 @@ def test_the_weight_of_a_loss_does_not_overflow_float16() -> None:
         assert loss == pytest.approx(found["one"][1], rel=1e-3)
 
 
-def test_a_plan_with_a_frozen_layer_is_refused() -> None:
-    for each in processes.run("rigs.parallel.cases:frozen_in_a_plan", 2):
-        assert re.match(r"distribute: 1\.up\.\w+ is frozen, .*cure: leave the layer out", each.value), each.value
+def test_a_plan_with_a_frozen_layer_and_a_buffer_without_a_way_are_refused() -> None:
+    for each in processes.run("rigs.parallel.cases:refused", 2):
+        assert re.search(r"distribute: 1\.up\.\w+ is frozen, .*cure: leave the layer out", each.value["a plan"])
+        assert "writes the buffer seen" in each.value["a buffer"]
 
 
 @pytest.mark.slow

@@ -67,6 +67,7 @@ def run(
     *,
     args: Sequence[Any] = (),
     env: Mapping[str, str] | None = None,
+    own: Mapping[int, Mapping[str, str]] | None = None,
     timeout: float = 120,
     check: bool = True,
 ) -> list[Output]:
@@ -80,6 +81,7 @@ def run(
         world: the number of processes.
         args: JSON values for the function.
         env: variables in addition to torchrun's. ``{rank}`` in a value becomes the rank.
+        own: variables of single processes, by rank.
         timeout: seconds for all of them together.
         check: raise an AssertionError with the output of the first process that failed.
     """
@@ -93,9 +95,9 @@ def run(
     started: list[Child] = []
     try:
         for rank in range(world):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            own |= {key: value.replace("{rank}", str(rank)) for key, value in common.items()}
-            started.append(server.start(code, quick=True, **own))
+            variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), **((own or {}).get(rank) or {})}
+            variables |= {key: value.replace("{rank}", str(rank)) for key, value in common.items()}
+            started.append(server.start(code, quick=True, **variables))
         late = _wait(started, timeout)
     finally:
         ended = [_killed(child) for child in started]

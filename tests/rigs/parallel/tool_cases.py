@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import purestep as ps
-from purestep import errors, optim, tree
+from purestep import optim, tree
 
 from . import cases, fitting
 from .fitting import alone, distance, gathered
@@ -194,8 +194,8 @@ def refusals() -> dict[str, str]:
             "lbfgs": lambda: ps.distribute(_linear(optim.lbfgs()), mesh),
             "complex": lambda: ps.distribute(_linear(optim.sgd(0.1), torch.complex64), mesh),
         }
-        found = {name: _said(call) for name, call in calls.items()}
-    return found | {"without a mesh": _said(lambda: ps.predict(program, state, images))}
+        found = cases.refusals(calls)
+    return found | cases.refusals({"without a mesh": lambda: ps.predict(program, state, images)})
 
 
 def _linear(tx: optim.Transform, dtype: torch.dtype = torch.float32) -> ps.Program:
@@ -221,11 +221,3 @@ def handed_out() -> list[list[float]]:
 
 def _as_wide_as_its_rank(model: Any, inputs: Any) -> Any:
     return model(inputs)[:, : 2 + dist.get_rank()]
-
-
-def _said(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except errors.PurestepError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
