@@ -11,9 +11,10 @@ from typing import Any
 import pydantic
 import pytest
 import torch
-from helpers import assert_trees_close, tiny_mlp, vector_batch
+from helpers import assert_trees_close, tiny_mlp
 from shipped import load
-from torch import Tensor, nn
+from systems.trainers import batches
+from torch import nn
 
 import purestep as ps
 from purestep import config, events, metrics, optim
@@ -21,12 +22,7 @@ from purestep.config import from_lightning
 from purestep.errors import ConfigError, NonFiniteError
 from purestep.types import Empty
 
-Batch = tuple[Tensor, Tensor]
 Settings = dict[str, Any]
-
-
-def batches(*sizes: int) -> list[Batch]:
-    return [vector_batch(size, seed) for seed, size in enumerate(sizes)]
 
 
 TRAIN, VAL = batches(4, 4, 4, 4), batches(4, 4)

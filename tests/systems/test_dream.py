@@ -11,18 +11,13 @@ import pytest
 import torch
 from helpers import assert_trees_close, image_batch, tiny_convnet, tiny_mlp, vector_batch
 from shipped import EXAMPLES, load
-from torch import Tensor, nn
+from systems.trainers import Batch, batches, classifier, fit
+from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import purestep as ps
 from purestep import events, metrics, optim, schedules, tree
 from purestep.errors import Mismatch, RankError, StepContractError
-
-Batch = tuple[Tensor, Tensor]
-
-
-def batches(*sizes: int) -> list[Batch]:
-    return [vector_batch(size, seed) for seed, size in enumerate(sizes)]
 
 
 @pytest.fixture
@@ -30,16 +25,6 @@ def gan(monkeypatch: pytest.MonkeyPatch) -> Any:
     """`examples/gan.py`, which imports `digits.py` beside it."""
     monkeypatch.syspath_prepend(EXAMPLES)
     return load("gan")
-
-
-def classifier(tx: Any = None, **fields: Any) -> ps.Program:
-    objective = ps.supervised(nn.CrossEntropyLoss(), metrics={"accuracy": metrics.accuracy})
-    return ps.program(tiny_mlp(), objective, tx or optim.sgd(0.1), **fields)
-
-
-def fit(program: ps.Program, loaders: Any, **fields: Any) -> ps.FitResult:
-    assert program.init is not None
-    return ps.fit(program.init(device="cpu"), loaders, program, progress=False, **fields)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ import torch
 from helpers import assert_trees_close
 from pydantic import ValidationError
 from shipped import load
+from systems.trainers import scripted
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR
@@ -94,21 +95,6 @@ def fit(made: ps.Program, epochs: int, run: Path | None = None, *, val: bool = T
             "sinks": [ps.sinks.history_json(run / "training_history.json")],
         } | fields
     return ps.fit(made.init(seed=5, device="cpu"), loaders, made, epochs=epochs, progress=False, **fields)
-
-
-def scripted(values: Sequence[float]) -> ps.Program:
-    """A program whose evaluations come to these values, one an epoch of three batches."""
-
-    def train_step(state: Any, batch: Any) -> Any:
-        return {"calls": state["calls"] + 1}, {"loss": ps.Mean(torch.ones(()), torch.ones(()))}
-
-    def eval_step(state: Any, batch: Any) -> ps.Metrics:
-        return {"loss": ps.Mean(torch.tensor(values[int(state["calls"]) // 3 - 1]), torch.ones(()))}
-
-    def init(seed: int = 0, device: Any = None) -> Any:
-        return {"calls": torch.zeros((), dtype=torch.int64)}
-
-    return ps.Program(train_step, eval_step=eval_step, init=init)
 
 
 def history(run: Path) -> list[dict[str, Any]]:
@@ -471,7 +457,7 @@ def test_a_run_without_validation_writes_json_and_has_no_best(tmp_path: Path):
     assert result.summary() == {"best": None, "epochs": 2}
     assert all("val_loss" not in row for row in history(tmp_path))
     run = tmp_path / "nan"
-    with_nan = fit(scripted([math.nan, math.inf]), 2, run)
+    with_nan = fit(scripted(calls=3, loss=[math.nan, math.inf]), 2, run)
     assert [row["val_loss"] for row in history(run)] == [None, None]
     assert with_nan.summary() == {"best": None, "epochs": 2}
 
@@ -482,7 +468,7 @@ def test_a_run_without_validation_writes_json_and_has_no_best(tmp_path: Path):
 @pytest.mark.row("4.21", "B42")
 def test_it_stops_after_its_start_its_patience_and_its_least_improvement():
     def epochs(values: Sequence[float], total: int = 8, **rule: Any) -> tuple[int, int]:
-        result = fit(scripted(values), total, early_stopping=ps.EarlyStopping(**rule))
+        result = fit(scripted(calls=3, loss=values), total, early_stopping=ps.EarlyStopping(**rule))
         assert result.best is not None
         return result.epochs, result.best["epoch"]
 
@@ -498,13 +484,15 @@ def test_it_stops_after_its_start_its_patience_and_its_least_improvement():
 def test_a_resumed_run_remembers_its_patience_and_works_its_start_out_anew(tmp_path: Path):
     values = [1.0, 0.5, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6]
     rule = ps.EarlyStopping(3)
-    whole = fit(scripted(values), 8, tmp_path / "whole", early_stopping=rule)
-    fit(scripted(values), 3, tmp_path / "parts", early_stopping=rule)
-    resumed = fit(scripted(values), 8, tmp_path / "parts", early_stopping=rule)
+    whole = fit(scripted(calls=3, loss=values), 8, tmp_path / "whole", early_stopping=rule)
+    fit(scripted(calls=3, loss=values), 3, tmp_path / "parts", early_stopping=rule)
+    resumed = fit(scripted(calls=3, loss=values), 8, tmp_path / "parts", early_stopping=rule)
     assert (resumed.epochs, resumed.best) == (whole.epochs, whole.best) == (5, {"epoch": 2, "val_loss": 0.5, "step": 6})
     late = ps.EarlyStopping(2, start_ratio=0.5)
-    fit(scripted(values), 2, tmp_path / "longer", early_stopping=late)
-    assert fit(scripted(values), 8, tmp_path / "longer", early_stopping=late).epochs == 5  # from epoch 4 of 8
+    fit(scripted(calls=3, loss=values), 2, tmp_path / "longer", early_stopping=late)
+    assert (
+        fit(scripted(calls=3, loss=values), 8, tmp_path / "longer", early_stopping=late).epochs == 5
+    )  # from epoch 4 of 8
 
 
 @pytest.mark.row("B49")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,42 +10,13 @@ from typing import Any
 import pytest
 import torch
 from helpers import assert_trees_close, tiny_mlp, vector_batch
+from systems.trainers import Batch, batches, classifier, fit, scripted
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import purestep as ps
-from purestep import events, metrics, optim, schedules
+from purestep import events, optim, schedules
 from purestep.errors import ConfigError, DataError, NotFound
-
-Batch = tuple[Tensor, Tensor]
-
-
-def batches(*sizes: int) -> list[Batch]:
-    return [vector_batch(size, seed) for seed, size in enumerate(sizes)]
-
-
-def classifier(tx: Any = None, **fields: Any) -> ps.Program:
-    objective = ps.supervised(nn.CrossEntropyLoss(), metrics={"accuracy": metrics.accuracy})
-    return ps.program(tiny_mlp(), objective, tx or optim.sgd(0.1), **fields)
-
-
-def fit(program: ps.Program, loaders: Any, **fields: Any) -> ps.FitResult:
-    assert program.init is not None
-    return ps.fit(program.init(device="cpu"), loaders, program, progress=False, **fields)
-
-
-def scripted(**values: Sequence[float]) -> ps.Program:
-    """A program whose evaluations come to these values, one an epoch of one batch."""
-
-    def train_step(state: Any, batch: Any) -> Any:
-        return {"epoch": state["epoch"] + 1}, {"loss": ps.Mean(torch.ones(()), torch.ones(()))}
-
-    def eval_step(state: Any, batch: Any) -> ps.Metrics:
-        epoch = int(state["epoch"]) - 1
-        return {name: ps.Mean(torch.tensor(column[epoch]), torch.ones(())) for name, column in values.items()}
-
-    return ps.Program(train_step, eval_step=eval_step, init=lambda seed=0, device=None: {"epoch": torch.tensor(0)})
-
 
 ONE = {"train": [torch.zeros(1)], "eval": [torch.zeros(1)]}  # loaders of a batch that nobody looks at
 
