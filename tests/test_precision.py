@@ -87,11 +87,6 @@ class TestOnTheCpu:
             losses.append(float(metrics["loss"]))
         assert losses[-1] < losses[0] - 0.05
 
-    def test_scalars_are_never_0d_float64(self, name: str):
-        state = program(tiny_mlp(), name, ema=0.9, accumulate=2).init(device="cpu")
-        wrong = [path for path, leaf in ps.tree.with_paths(state) if leaf.dim() == 0 and leaf.dtype == torch.float64]
-        assert wrong == []
-
     def test_the_objective_gets_the_context_as_it_is(self, name: str):
         given = torch.ones(2)
 
