@@ -15,6 +15,7 @@ CASES: list[dict[str, Any]] = [
     {**NAN, **SHARD, "options": {"nonfinite": "skip"}},
     {**NAN, **SHARD, "options": {"nonfinite": "skip", "accumulate": 2}},
     {**NAN, **SHARD},
+    {**NAN, **SHARD, "units": ["1", "2"], "options": {"nonfinite": "skip"}},
 ]
 
 
@@ -23,7 +24,7 @@ def test_a_nan_on_one_process_is_handled_as_in_one_process() -> None:
     for case, one in zip(CASES, found, strict=True):
         assert one["far"] < 1e-14, (case, one)
     # Skipped: one of six calls, one of three windows. Halted: two updates before the nan.
-    assert [one["updates"] for one in found] == [5, 2, 5, 2, 2]
+    assert [one["updates"] for one in found] == [5, 2, 5, 2, 2, 5]
 
 
 @pytest.mark.parametrize(("params", "sizes"), [("replicate", {}), ("shard", {"shard": 2})])

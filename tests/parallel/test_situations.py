@@ -13,7 +13,6 @@ SHARD: dict[str, Any] = {"params": "shard", "mesh": {"shard": 2}}
 WHOLE: dict[str, Any] = {"params": "replicate"}
 WORDS: dict[str, Any] = {**WHOLE, "problem": "words", "batches": "texts"}
 ROUTED: dict[str, Any] = {"problem": "routed", "batches": "sorted_vectors"}
-NAN: dict[str, Any] = {"problem": "perceptrons", "batches": "spoilt"}
 
 STEPS: dict[str, dict[str, dict[str, Any]]] = {
     "tokens": {
@@ -23,28 +22,17 @@ STEPS: dict[str, dict[str, dict[str, Any]]] = {
         "token means in pieces": {**WORDS, **SHARD},
         "class weights": {**WORDS, "tx": "weighted"},
     },
-    "parameters": {
-        "frozen, tied, unused, and a scalar": {**SHARD, "kind": "empty"},
+    "parameters and passes": {
         "rows of one process reach them": {**WHOLE, **ROUTED},
         "rows of one process reach them, in pieces": {**SHARD, **ROUTED},
         "rows of one process reach them, in windows": {**WHOLE, **ROUTED, "options": {"accumulate": 2}},
+        "a gradient in the loss": {**WHOLE, "problem": "penalized", "batches": "vectors", "kind": "uneven"},
+        "a gradient in the loss, in pieces": {**SHARD, "problem": "penalized", "batches": "vectors"},
         "a tail that is dropped": {**WHOLE, "options": {"accumulate": 3, "tail": "drop"}},
     },
     "optimizers": {
         name: {**SHARD, "problem": "ruled", "tx": name, "kind": "uneven"}
         for name in ("clipped by value", "clipped by unit", "scheduled", "torch", "adafactor")
-    },
-    "passes": {
-        "a gradient in the loss": {**WHOLE, "problem": "penalized", "batches": "vectors", "kind": "uneven"},
-        "a gradient in the loss, in pieces": {**SHARD, "problem": "penalized", "batches": "vectors"},
-        "candidates of all processes": {**SHARD, "problem": "contrastive", "batches": "vectors", "kind": "uneven"},
-    },
-    "not finite": {
-        "a nan in one process": {**WHOLE, **NAN},
-        "a nan in one process, in pieces": {**SHARD, **NAN},
-        "a nan that is skipped": {**WHOLE, **NAN, "options": {"nonfinite": "skip"}},
-        "a nan that is skipped in a window": {**SHARD, **NAN, "options": {"nonfinite": "skip", "accumulate": 2}},
-        "a nan that is skipped in blocks": {**SHARD, **NAN, "units": ["1", "2"], "options": {"nonfinite": "skip"}},
     },
 }
 
