@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import importlib
 import json
 import os
 import random
@@ -111,6 +112,19 @@ def run(
         first = next((rank for rank in failed if outputs[rank].code > 0), failed[0])
         raise AssertionError(f"rank {first} of {failed} failed ({outputs[first].code}):\n{outputs[first].text[-6000:]}")
     return outputs
+
+
+def each(calls: Sequence[Sequence[Any]]) -> list[Any]:
+    """Call functions one after the other in this process, so that several tests share one start of the processes.
+
+    Args:
+        calls: "package.module:function" and its arguments, each.
+    """
+    found = list[Any]()
+    for target, *args in calls:
+        module, _, name = target.partition(":")
+        found.append(getattr(importlib.import_module(module), name)(*args))
+    return found
 
 
 def once(factory: pytest.TempPathFactory, name: str, compute: Callable[[], Any]) -> Any:
