@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -76,6 +77,7 @@ def test_warm_up_that_is_over_is_the_plain_average():
     assert late == run(ema.average(0.5), [1.0, 2.0], decay_from=1000)
 
 
+@pytest.mark.row("B44")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("decay", [0.0, 0.5, 0.999])
 @pytest.mark.parametrize("use_buffers", [False, True])
@@ -263,35 +265,39 @@ class TestWhere:
     """The average of eager steps on a GPU: few launches, the numbers of ``update``."""
 
     @pytest.mark.parametrize("in_place", [False, True])
+    @pytest.mark.parametrize("buffers", ["copy", "average"])
     @pytest.mark.parametrize(
-        "made",
+        "make",
         [
-            ema.average(0.9),
-            ema.average(0.99, warmup=True),
-            ema.average(0.9, every=2),
-            ema.average(0.9, warmup=True, every=2),
-            ema.swa(2),
+            partial(ema.average, 0.9),
+            partial(ema.average, 0.99, warmup=True),
+            partial(ema.average, 0.9, every=2),
+            partial(ema.average, 0.9, every=3, initial=True),
+            partial(ema.average, 0.9, warmup=True, every=2),
+            partial(ema.swa, 2),
+            partial(ema.swa, 2, every=3),
         ],
     )
-    def test_it_is_the_update_where_that_is_applied(self, made: ema.Average, in_place: bool) -> None:
+    def test_it_is_the_update_where_that_is_applied(self, make: Any, buffers: Any, in_place: bool) -> None:
+        made = make(buffers=buffers)
         assert made.where is not None
-        params = {"a": torch.randn(3, 2), "b": torch.randn(5)}
-        state, expected = made.init(params, {}), made.init(params, {})
-        for count in range(6):
-            params = {name: value + torch.randn_like(value) for name, value in params.items()}
+        params, held = {"a": torch.randn(3, 2), "b": torch.randn(5)}, {"mean": torch.zeros(3), "other": torch.zeros(2)}
+        state, expected = made.init(params, held), made.init(params, held)
+        for count in range(8):
+            params, held = tree.map(lambda value: value + torch.randn_like(value), (params, held))
             updates, applied = torch.tensor(count), torch.tensor(count != 3)
             if applied:
-                expected = made.update(expected, params, {}, updates)
+                expected = made.update(expected, params, held, updates)
             before = tree.clone(state)
-            after = made.where(state, params, {}, updates, applied, in_place)
+            after = made.where(state, params, held, updates, applied, in_place)
             assert after is not None
-            for name, value in expected.params.items():
-                torch.testing.assert_close(after.params[name], value)
+            assert_trees_close(after, expected)
+            for name in params:
                 assert (after.params[name].data_ptr() == state.params[name].data_ptr()) == in_place
-                if count == 0:  # the first update copies
+                if count == 0 and not getattr(make, "keywords", {}).get("initial"):  # the first update copies
                     assert torch.equal(after.params[name], params[name])
-                if not applied:
-                    assert torch.equal(after.params[name], before.params[name])
+            if not applied:
+                assert_trees_close(after, before, exact=True)
             state = after
 
     def test_tensors_of_several_dtypes_are_left_to_the_update(self) -> None:

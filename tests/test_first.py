@@ -1,4 +1,7 @@
-"""README's first example is `examples/first.py`, and prints what README shows: a run, Ctrl-C, and the second start."""
+"""README's first example is `examples/first.py`, and prints what README shows: a run, Ctrl-C, and the second start.
+
+`test_examples` and the trials of `rigs/faults` compare the numbers of interrupted runs with those of whole ones.
+"""
 
 from __future__ import annotations
 
@@ -77,17 +80,6 @@ def test_the_script_prints_what_readme_shows(tmp_path: Path):
     first, second = shown()
     assert differences(start(tmp_path, "epoch 4/"), first) == []
     assert differences(start(tmp_path), second) == []
-
-
-def test_a_run_that_was_interrupted_has_the_numbers_of_one_that_was_not(tmp_path: Path):
-    interrupted, whole = tmp_path / "interrupted", tmp_path / "whole"
-    interrupted.mkdir()
-    whole.mkdir()
-    start(interrupted, "epoch 4/")
-    resumed = start(interrupted)
-    # "Epochs 5 to 10 have the numbers of a run that was never stopped": all but the speed is equal to the last digit.
-    without_speed = [re.sub(r"\S+ steps/s", "", line) for line in resumed[1:]]
-    assert [re.sub(r"\S+ steps/s", "", line) for line in start(whole)][-len(without_speed) :] == without_speed
 
 
 @pytest.mark.parametrize(

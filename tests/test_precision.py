@@ -87,11 +87,6 @@ class TestOnTheCpu:
             losses.append(float(metrics["loss"]))
         assert losses[-1] < losses[0] - 0.05
 
-    def test_scalars_are_never_0d_float64(self, name: str):
-        state = program(tiny_mlp(), name, ema=0.9, accumulate=2).init(device="cpu")
-        wrong = [path for path, leaf in ps.tree.with_paths(state) if leaf.dim() == 0 and leaf.dtype == torch.float64]
-        assert wrong == []
-
     def test_the_objective_gets_the_context_as_it_is(self, name: str):
         given = torch.ones(2)
 
@@ -144,6 +139,7 @@ def test_a_compiled_step_in_float16_is_that_of_eager(factor: float, updates: int
     assert_trees_close(state.params, eager.params, rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.row("2.19")
 def test_mixed_precision_is_torch_autocast():
     x, y = vector_batch()
     net = tiny_mlp()
@@ -216,6 +212,7 @@ class TestWhatADeviceCannotDo:
             program(tiny_mlp(), "64-true").init(device="cpu")
         program(tiny_mlp(), "bf16-true").init(device="cpu")
 
+    @pytest.mark.row("B1", "B6")
     def test_an_autocast_that_switches_itself_off(self, monkeypatch: pytest.MonkeyPatch):
         """torch warns and goes on in float32; here that is an error, and no warning."""
 
@@ -242,6 +239,7 @@ class TestWhatADeviceCannotDo:
         precision.policy("32-true").check(CPU)
 
 
+@pytest.mark.row("1.2", "4.3")
 @pytest.mark.parametrize(
     ("cuda", "mps", "first"), [(True, True, "cuda"), (False, True, "mps"), (False, False, "cpu"), (True, False, "cuda")]
 )

@@ -169,6 +169,7 @@ def half_program(chosen: scaler.Scaler, **kwargs: Any) -> ps.Program:
     )
 
 
+@pytest.mark.row("0.11")
 @pytest.mark.parametrize("seed", range(3))
 def test_a_program_goes_step_for_step_with_grad_scaler(seed: int):
     """Scale, growth, skipped updates and weights beside the usual loop, with overflows at random steps."""
@@ -201,6 +202,7 @@ def test_a_program_goes_step_for_step_with_grad_scaler(seed: int):
     assert int(state.updates) == 24 - skipped
 
 
+@pytest.mark.row("4.6", "0.10")
 def test_gradients_are_unscaled_before_they_are_clipped_and_reported():
     x, y = vector_batch(8)
     found = []
@@ -233,6 +235,7 @@ def test_gradients_of_float16_weights_are_unscaled_by_an_inverse_float16_cannot_
     assert_trees_close({n: p.float() for n, p in new.params.items()}, expected.params, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.row("0.11", "B7")
 def test_an_overflow_halves_the_scale_and_leaves_everything_else():
     chosen = half_program(scaler.dynamic(), ema=0.9)
     state, _ = chosen.train_step(chosen.init(device="cpu"), vector_batch(8))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import random
 import signal
@@ -168,25 +167,6 @@ def test_without_a_signal_watching_changes_nothing():
 # Everybody else's handlers.
 
 
-@pytest.mark.parametrize("number", ALL)
-def test_a_users_handler_is_called_and_put_back(number: int):
-    calls: list[int] = []
-
-    def mine(number: int, frame: Any) -> None:
-        del frame
-        calls.append(number)
-
-    original = signal.signal(number, mine)
-    try:
-        with Signals() as signals:
-            signal.raise_signal(number)
-            assert signals.pending is not None
-        assert calls == [number]
-        assert signal.getsignal(number) is mine
-    finally:
-        signal.signal(number, original)
-
-
 def test_what_is_ignored_stays_ignored():
     original = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -212,25 +192,6 @@ def test_a_run_inside_a_run_passes_signals_on():
         with Signals() as inner:
             signal.raise_signal(signal.SIGTERM)
         assert (outer.pending, inner.pending) == ("terminate", "terminate")
-
-
-def test_off_the_main_thread_nothing_is_set_and_that_is_said(caplog: pytest.LogCaptureFixture):
-    caplog.set_level(logging.INFO, "purestep")
-    seen: list[Any] = []
-
-    def run() -> None:
-        with Signals() as signals:
-            seen.append([signal.getsignal(number) for number in ALL])
-            seen.append(list(signals.until_signal([1])))
-
-    before = [signal.getsignal(number) for number in ALL]
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert seen == [before, [1]]
-    assert [record.message for record in caplog.records] == [
-        "fit is not on the main thread, so it does not handle SIGTERM, SIGINT and SIGUSR1"
-    ]
 
 
 # How a script ends.

@@ -133,7 +133,9 @@ def test_a_model_that_refuses_has_a_row_that_says_why() -> None:
     row = compare.compared(models.labelled("huge", "torch", make), ways=("eager", "compiled"))
     assert not row.wrong
     assert table.line(row) == "| huge | torch | 0 | not built: too large: | the same | - |"
-    assert "1 models, 0 wrong." in table.text([row], {"torch": "2"}, "inductor")
+    page = table.text([row], {"torch": "2"}, "inductor")
+    assert "1 models, 0 wrong, 1 not trained by plain torch." in page
+    assert table.line(row) not in page
 
 
 def test_a_number_that_is_not_finite_by_hand_is_no_row_of_the_comparison() -> None:

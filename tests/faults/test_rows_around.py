@@ -47,7 +47,7 @@ def play(values: list[float], **fields: Any) -> Any:
     return fit(state, {"train": one, "val": one}, program, **{"epochs": len(values), **fields})
 
 
-@pytest.mark.row("F52")
+@pytest.mark.row("F52", "B5")
 @pytest.mark.parametrize(
     ("values", "best"),
     [([NAN, 3, 2], 3), ([3, NAN, 4], 1), ([NAN, NAN, NAN], None), ([math.inf, NAN, 5], 3), ([3, -math.inf, 4], 1)],
@@ -63,7 +63,7 @@ def test_row_52_nan_is_never_the_best(values: list[float], best: int | None, tmp
     assert stopped.stop_reason == "early_stopping"
 
 
-@pytest.mark.row("F52")
+@pytest.mark.row("F52", "B8")
 def test_row_52_an_unknown_monitor_lists_what_there_is() -> None:
     program = mlp()
     known = r"\['grad_norm', 'lr', 'train_loss', 'val_loss'\]"
@@ -142,7 +142,7 @@ HOOKS = [
 ]
 
 
-@pytest.mark.row("F54")
+@pytest.mark.row("F54", "B15")
 @pytest.mark.parametrize(("kind", "number", "done"), HOOKS, ids=[hook[0].__name__ for hook in HOOKS])
 def test_row_54_a_callback_raises(kind: type, number: int, done: int, tmp_path: Path) -> None:
     program, sink, heard = mlp(), Told(), []
@@ -189,7 +189,7 @@ def test_row_54_several_that_raise_at_the_end() -> None:
         fit(program.init(), batches(1), program, epochs=1, callbacks=[at(events.FitEnd, 1, broken)])
 
 
-@pytest.mark.row("F54")
+@pytest.mark.row("F54", "B53")
 def test_row_54_only_a_returned_state_counts() -> None:
     program = mlp()
 

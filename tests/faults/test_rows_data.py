@@ -320,7 +320,7 @@ EMPTY = {
 }
 
 
-@pytest.mark.row("F33")
+@pytest.mark.row("F33", "B6")
 @pytest.mark.parametrize("kind", EMPTY)
 @pytest.mark.parametrize("name", ["train", "val"])
 def test_row_33_an_empty_loader(name: str, kind: str) -> None:

@@ -47,7 +47,7 @@ AOT = {"backend": "aot_eager"}
 # --- the end of a run -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.row("F36")
+@pytest.mark.row("F36", "B5", "1.27")
 @pytest.mark.parametrize("log_every", [0, 1, 50])
 @pytest.mark.parametrize("place", [0, 2, 4])
 def test_a_loss_that_is_not_finite_ends_the_run_with_the_state_before_it(place: int, log_every: int) -> None:
@@ -196,6 +196,7 @@ def test_anomalies_are_found_at_once_and_named() -> None:
 # --- skipping and going back ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.row("B5", "1.27")
 def test_skipping_goes_on_as_if_the_batch_had_not_been_there() -> None:
     program = mlp(nonfinite="skip", ema=0.9)
     result = fit(program.init(), poisoned(4, 1), program, epochs=1)

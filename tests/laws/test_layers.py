@@ -1,4 +1,4 @@
-"""The house: which module may import which, what stays out of the pure half, and that every public name is documented.
+"""The house: which module may import which, and what stays out of the pure half.
 
 Each rule is a function from source texts to a list of violations, and each has a planted violation that it must find.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
-import inspect
 import json
 import re
 import subprocess
@@ -16,7 +15,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -26,8 +24,6 @@ from purestep import errors
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "purestep"
 SOURCES = {str(path.relative_to(PACKAGE)): path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
-PAGE = PACKAGE / "README.md"
-
 LEVEL = {
     name: level
     for level, names in enumerate(
@@ -541,69 +537,3 @@ def exported(text: str) -> set[str]:
     """The names that a package's ``__init__.py`` re-exports: one statement each, no star."""
     found = {local for local, origin, _ in imported("__init__.py", text) if not within(origin, "__future__")}
     return {name for name in found if not name.startswith("_")}
-
-
-def public_names(module: ModuleType) -> set[str]:
-    """What a module defines (or, for a package, re-exports) under names without an underscore."""
-    path = Path(str(module.__file__))
-    text = path.read_text(encoding="utf-8")
-    if path.name == "__init__.py":
-        return exported(text)
-    named = [node for node in parsed(text).body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
-    assigned = [node for node in parsed(text).body if isinstance(node, ast.Assign | ast.AnnAssign)]
-    targets = [each for node in assigned for each in (node.targets if isinstance(node, ast.Assign) else [node.target])]
-    found = {node.name for node in named} | {each.id for each in targets if isinstance(each, ast.Name)}
-    return {name for name in found if not name.startswith("_")}
-
-
-def documented(page: str) -> dict[str, set[str]]:
-    """``{module: names}`` from headings like ``## `purestep.optim``` and rows like ``| `adamw` | ... |``."""
-    found: dict[str, set[str]] = {}
-    section = ""
-    for line in page.splitlines():
-        if heading := re.fullmatch(r"##+ `(purestep[\w.]*)`.*", line):
-            section = heading[1]
-            found[section] = set()
-        elif row := re.fullmatch(r"\| `(\w+)[^|]*\| *(\S.*?) *\|", line):
-            assert row[1] not in found[section], f"{section}.{row[1]} is documented twice"
-            found[section].add(row[1])
-    return found
-
-
-def real_names() -> dict[str, set[str]]:
-    """The names of `purestep` itself and of each module that it exports."""
-    package = importlib.import_module("purestep")
-    top = exported(SOURCES["__init__.py"])
-    modules = {name: found for name in top if isinstance(found := getattr(package, name), ModuleType)}
-    return {"purestep": top} | {f"purestep.{name}": public_names(module) for name, module in modules.items()}
-
-
-def test_every_public_name_is_documented_and_every_documented_name_is_public():
-    assert documented(PAGE.read_text(encoding="utf-8")) == real_names()
-
-
-def without_example(names: dict[str, set[str]]) -> list[str]:
-    """Public functions, and classes of `purestep` itself, that show no use of themselves; doctest runs what they do."""
-    found: list[str] = []
-    for module, members in names.items():
-        for name in sorted(members):
-            value = getattr(importlib.import_module(module), name)
-            shown = inspect.isfunction(value) or (module == "purestep" and inspect.isclass(value))
-            if shown and ">>>" not in inspect.getsource(value):
-                found.append(f"{module}.{name}")
-    return found
-
-
-def test_every_public_function_has_an_example():
-    assert without_example(real_names()) == []
-
-
-def test_a_function_without_an_example_is_found():
-    assert without_example({"json": {"dumps"}, "purestep": {"fit", "TrainState"}}) == ["json.dumps"]
-
-
-def test_the_page_is_read_as_it_is_written():
-    page = "# x\n## `purestep`\n| name | what |\n|---|---|\n| `fit(state)` | trains |\n| `nothing` | |\n"
-    assert documented(page) == {"purestep": {"fit"}}
-    with pytest.raises(AssertionError, match=r"purestep\.fit is documented twice"):
-        documented(page + "| `fit` | again |\n")

@@ -1,7 +1,8 @@
 """Every row of `systems.toml` is proved by a test, and tests/systems/README.md says for each how to move over.
 
     python -m pytest tests/laws/test_systems.py        # fails where a row has no test, or the tables are out of step
-    python tests/laws/test_systems.py                  # runs those tests, and prints each row with them and the result
+    python -m pytest -m row                            # runs those tests
+    python tests/laws/test_systems.py                  # prints each row with its tests
 
 A test proves the rows that it is marked with, `@pytest.mark.row("0.7", "B2")`; rows of the fault matrix stand beside
 them as "F12". Each rule is a function that lists violations, and has planted ones that it must find.
@@ -9,12 +10,10 @@ them as "F12". Each rule is a function that lists violations, and has planted on
 
 from __future__ import annotations
 
-import argparse
 import ast
 import functools
 import inspect
 import re
-import sys
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -295,60 +294,7 @@ def test_a_wrong_table_is_found(old: str, new: str, complaint: str):
     assert complaint in " ".join(wrong)
 
 
-# --- the report -------------------------------------------------------------------------------------------------------
-
-
-class Recorder:
-    """Remembers how each test ended: the worst of its parametrizations and phases."""
-
-    ORDER = ("passed", "skipped", "failed")
-
-    def __init__(self) -> None:
-        self.outcomes: dict[str, str] = {}
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        test = report.nodeid.partition("[")[0].rpartition("/")[2]
-        seen = self.outcomes.get(test, "passed")
-        self.outcomes[test] = max(seen, report.outcome, key=self.ORDER.index)
-
-
-def report(folder: Path, rows: Rows) -> int:
-    """Run the marked tests and print every row with them; 0 where each row is proved."""
-    proving = [mark for mark in marks(sources_of(folder)) if set(mark.ids) & set(rows)]
-    files = sorted({str(folder / mark.test.partition("::")[0]) for mark in proving})
-    recorder = Recorder()
-    pytest.main(["-q", "-m", "row", "-p", "no:cacheprovider", *files], plugins=[recorder])
-    bad = 0
-    for name, text in rows.items():
-        tests = [mark.test for mark in proving if name in mark.ids]
-        outcomes = [recorder.outcomes.get(test.rpartition("/")[2], "not run") for test in tests]
-        verdict = next((word for word in ("failed", "not run", "passed") if word in outcomes), "unproved")
-        bad += verdict != "passed"
-        print(f"{name:<5} {verdict:<9} {text}")
-        print("".join(f"{'':<16}{test}\n" for test in tests), end="")
-    print(f"{len(rows) - bad} of {len(rows)} rows proved")
-    return int(bad > 0)
-
-
-def test_the_report_tells_a_proved_row_from_others(tmp_path: Path):
-    import subprocess
-
-    (tmp_path / "rows.toml").write_text('[x]\n"0.1" = "works"\n"0.2" = "breaks"\n"0.3" = "is nowhere"\n')
-    marked = '@pytest.mark.row("0.{0}")\n@pytest.mark.parametrize("x", [0, 1])\ndef test_{0}(x):\n    assert x < {1}\n'
-    text = "import pytest\n" + marked.format(1, 2) + marked.format(2, 1)
-    (tmp_path / "test_a.py").write_text(text)
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = row: x\n")
-    command = [sys.executable, __file__, "--tests", str(tmp_path), "--rows", str(tmp_path / "rows.toml")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    told = re.findall(r"^(0\.\d) +(\w+)", done.stdout, flags=re.MULTILINE)
-    assert told == [("0.1", "passed"), ("0.2", "failed"), ("0.3", "unproved")]
-    assert "1 of 3 rows proved" in done.stdout
-    assert done.returncode == 1
-
-
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--tests", type=Path, default=TESTS)
-    parser.add_argument("--rows", type=Path, default=TESTS / "systems.toml")
-    chosen = parser.parse_args()
-    sys.exit(report(chosen.tests, rows_of(chosen.rows)))
+    proving = marks(sources_of(TESTS))
+    for row, about in ROWS.items():
+        print(row, about, *(mark.test for mark in proving if row in mark.ids), sep="\n    ")

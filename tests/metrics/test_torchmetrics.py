@@ -61,6 +61,8 @@ KINDS: dict[str, tuple[nn.Module, int, Tensor, Callable[[], Any], bool]] = {
     "precision": (nn.CrossEntropyLoss(), 3, CLASSES, lambda: cl.MulticlassAveragePrecision(3), False),
     "calibration": (nn.CrossEntropyLoss(), 3, CLASSES, lambda: cl.MulticlassCalibrationError(3), False),
     "wrapped": (nn.CrossEntropyLoss(), 3, CLASSES, lambda: by_class(cl.MulticlassRecall), False),
+    "accuracy": (nn.CrossEntropyLoss(), 3, CLASSES, lambda: cl.MulticlassAccuracy(3, average="micro"), True),
+    "matthews": (nn.CrossEntropyLoss(), 3, CLASSES, lambda: cl.MulticlassMatthewsCorrCoef(3), True),
     "r2": (nn.MSELoss(), 1, INPUTS[:, :1], tm.R2Score, True),
     "pearson": (nn.MSELoss(), 1, INPUTS[:, :1], tm.PearsonCorrCoef, False),
     "spearman": (nn.MSELoss(), 1, INPUTS[:, :1], tm.SpearmanCorrCoef, False),

@@ -101,7 +101,11 @@ AUDIO = {  # two convolutions, small heads
     **{"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "classifier_proj_size": 8},
     **{"apply_spec_augment": False, "tdnn_dim": [8, 8], "tdnn_kernel": [1, 1], "tdnn_dilation": [1, 1]},
 }
-OWN = {"timesformer": {"num_frames": 4}, **dict.fromkeys(("wav2vec2", "hubert"), AUDIO)}
+BLOCKS = {
+    **{"num_encoder_blocks": 2, "depths": [1, 1], "sr_ratios": [2, 1], "hidden_sizes": [8, 16], "patch_sizes": [3, 3]},
+    **{"strides": [2, 2], "num_attention_heads": [1, 2], "mlp_ratios": [2, 2], "decoder_hidden_size": 8},
+}
+OWN = {"timesformer": {"num_frames": 4}, "segformer": BLOCKS, **dict.fromkeys(("wav2vec2", "hubert"), AUDIO)}
 """By family: what its configuration is made of, besides what the zoo says."""
 
 SEVERAL = [[0.0, 1.0, 1.0], [1.0, 0.0, 0.0], [0.0, 0.0, 1.0]]
@@ -127,6 +131,7 @@ TABLE: list[tuple[str, str, Given, dict[str, Any], float]] = [
     ("IMAGE_CLASSIFICATION", "swin vit", pictures([0, 1, 1]), {}, 3),
     ("IMAGE_CLASSIFICATION", "vit", pictures(SEVERAL), MANY, 9),
     ("SEMANTIC_SEGMENTATION", "mobilenet_v2", segments, {}, 1504),
+    ("SEMANTIC_SEGMENTATION", "segformer", segments, {"num_labels": 1}, 3 * PIXELS**2),
     ("VIDEO_CLASSIFICATION", "timesformer", videos, {}, 3),
     ("AUDIO_CLASSIFICATION", "hubert", waves([0, 1, 1]), {}, 3),
     ("CTC", "wav2vec2", waves(SPOKEN), {"ctc_loss_reduction": "mean"}, 3),
@@ -166,6 +171,13 @@ def test_the_parts_of_a_batch_add_up(
         ps.testing.assert_accumulates(added, whole, batch, parts, rtol=1e-5)  # losses are computed in float32
     assert float(loss.weight) == counted
     assert loss.mean.item() == pytest.approx(net(**batch).loss.item(), rel=1e-5)
+
+
+def test_a_sum_over_rows_counts_once_and_a_given_label_is_the_one_to_ignore() -> None:
+    net = model("wav2vec2", "Wav2Vec2ForCTC", {"ctc_loss_reduction": "sum"})
+    assert ps.hf_loss()(net, in_double(waves(SPOKEN)())).weight == 1
+    net = model("mobilenet_v2", "MobileNetV2ForSemanticSegmentation", {})
+    assert ps.hf_loss(ignore_index=-100)(net, in_double(segments())).weight == 3 * PIXELS**2
 
 
 def test_twenty_families_are_in_the_table() -> None:

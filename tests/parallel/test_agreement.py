@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from rigs.parallel import processes
 
 NAN: dict[str, Any] = {"problem": "perceptrons", "batches": "spoilt"}
@@ -15,6 +14,7 @@ CASES: list[dict[str, Any]] = [
     {**NAN, **SHARD, "options": {"nonfinite": "skip"}},
     {**NAN, **SHARD, "options": {"nonfinite": "skip", "accumulate": 2}},
     {**NAN, **SHARD},
+    {**NAN, **SHARD, "units": ["1", "2"], "options": {"nonfinite": "skip"}},
 ]
 
 
@@ -23,15 +23,17 @@ def test_a_nan_on_one_process_is_handled_as_in_one_process() -> None:
     for case, one in zip(CASES, found, strict=True):
         assert one["far"] < 1e-14, (case, one)
     # Skipped: one of six calls, one of three windows. Halted: two updates before the nan.
-    assert [one["updates"] for one in found] == [5, 2, 5, 2, 2]
+    assert [one["updates"] for one in found] == [5, 2, 5, 2, 2, 5]
 
 
-@pytest.mark.parametrize(("params", "sizes"), [("replicate", {}), ("shard", {"shard": 2})])
-def test_an_overflow_on_one_process_skips_the_update_of_all(params: str, sizes: dict[str, int]) -> None:
-    first, second = (output.value for output in processes.run("rigs.parallel.cases:overflow", 2, args=[params, sizes]))
-    assert first == second
-    before, after = first["updates"][0], first["updates"][1]
-    assert after == before
-    assert first["digests"][1] == first["digests"][0]
-    assert first["scales"][1] == first["scales"][0] / 2
-    assert first["updates"][-1] > after
+def test_an_overflow_on_one_process_skips_the_update_of_all() -> None:
+    calls = [["rigs.parallel.cases:overflow", *how] for how in (("replicate", {}), ("shard", {"shard": 2}))]
+    for first, second in zip(
+        *(one.value for one in processes.run("rigs.parallel.processes:each", 2, args=[calls])), strict=True
+    ):
+        assert first == second
+        before, after = first["updates"][0], first["updates"][1]
+        assert after == before
+        assert first["digests"][1] == first["digests"][0]
+        assert first["scales"][1] == first["scales"][0] / 2
+        assert first["updates"][-1] > after

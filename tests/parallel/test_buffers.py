@@ -48,11 +48,6 @@ def test_buffers_that_no_pass_writes_need_no_way() -> None:
     _check("rotary")
 
 
-def test_the_step_looks_at_its_buffers() -> None:
-    for each in processes.run("rigs.parallel.cases:without_ways", 2):
-        assert "writes the buffer seen" in each.value
-
-
 @pytest.mark.parametrize(
     ("buffers", "text"),
     [

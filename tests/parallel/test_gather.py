@@ -26,8 +26,16 @@ EQUAL: list[dict[str, Any]] = [
 FAULTY: list[dict[str, Any]] = [{**CASE, "kind": "uneven", "fault": "unmixed"}]
 
 
-def test_losses_and_gradients_equal_one_process() -> None:
-    found = processes.run("rigs.parallel.cases:steps", 2, args=[EQUAL + FAULTY], timeout=240)[0].value
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
+    """The steps of all cases and the rows gathered, of each of two processes, which are started once."""
+    calls = [["rigs.parallel.cases:steps", EQUAL + FAULTY], ["rigs.parallel.cases:rows_gathered"]]
+    run = lambda: processes.run("rigs.parallel.processes:each", 2, args=[calls], timeout=240)  # noqa: E731
+    return processes.once(tmp_path_factory, "gather", lambda: [output.value for output in run()])
+
+
+def test_losses_and_gradients_equal_one_process(both: list[list[Any]]) -> None:
+    found = both[0][0]
     for case, one in zip(EQUAL, found, strict=False):
         assert one["far"] < 1e-12, (case, one)
         assert one["metrics"] < 1e-6, (case, one)
@@ -39,9 +47,8 @@ def test_three_processes_with_an_empty_share_equal_one() -> None:
     assert found[0]["far"] < 1e-12
 
 
-def test_rows_evaluations_and_errors() -> None:
-    for each in processes.run("rigs.parallel.cases:rows_gathered", 2):
-        found = each.value
+def test_rows_evaluations_and_errors(both: list[list[Any]]) -> None:
+    for _, found in both:
         assert found["uneven"] == [[0.0, 0.0], [1.0, 1.0], [1.0, 1.0], [1.0, 1.0]]
         assert found["integers"] == [0, 7, 1, 7]
         assert max(found[f"{kind} shares"] for kind in ("even", "uneven", "empty")) < 1e-6

@@ -59,16 +59,28 @@ GATHERED: list[dict[str, Any]] = [
 ALL = SYNCED + AVERAGED + SPLIT + GATHERED
 
 
+CALLS: dict[str, list[Any]] = {
+    "steps": ["rigs.parallel.cases:steps", ALL],
+    "orders": ["rigs.parallel.cases:orders"],
+    "refused": ["rigs.parallel.cases:refused"],
+    **{f"one row, {kind}": ["rigs.parallel.cases:one_row", kind] for kind in ("average", "sync")},
+}
+
+
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Of all cases for two processes, which are started once."""
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each call returned, in each of two processes, which are started once."""
 
     def compute() -> list[dict[str, Any]]:
-        return processes.run("rigs.parallel.cases:steps", 2, args=[ALL], timeout=240)[0].value
+        outputs = processes.run("rigs.parallel.processes:each", 2, args=[list(CALLS.values())], timeout=400)
+        return [dict(zip(CALLS, output.value, strict=True)) for output in outputs]
 
-    found = processes.once(tmp_path_factory, "layers", compute)
-    assert len(found) == len(ALL)
-    return found
+    return processes.once(tmp_path_factory, "layers", compute)
+
+
+@pytest.fixture
+def results(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return found[0]["steps"]
 
 
 @pytest.mark.parametrize("index", range(len(SYNCED)), ids=lambda index: str(SYNCED[index]))
@@ -88,12 +100,12 @@ def test_batch_normalization_has_no_default() -> None:
         ps.distribute(cases.normalized(), ps.parallel.Mesh(data=2), batchnorm="none")
 
 
-def test_one_value_of_a_channel_is_refused_by_all_processes() -> None:
+def test_one_value_of_a_channel_is_refused_by_all_processes(found: list[dict[str, Any]]) -> None:
     """The second process has the row that stands in for none. Statistics of all processes need two rows."""
-    for each in processes.run("rigs.parallel.cases:one_row", 2, args=["average"]):
-        assert re.match("3 rows: .*too few for batch normalization.*drop_last=True", each.value), each.value
-    for each in processes.run("rigs.parallel.cases:one_row", 2, args=["sync"]):
-        assert re.match("1 rows: batch: .*more than 1 value per channel.*drop_last=True", each.value), each.value
+    for each in found:
+        average, sync = (each[f"one row, {kind}"] for kind in ("average", "sync"))
+        assert re.match("3 rows: .*too few for batch normalization.*drop_last=True", average), average
+        assert re.match("1 rows: batch: .*more than 1 value per channel.*drop_last=True", sync), sync
 
 
 def test_only_layers_that_train_need_it() -> None:
@@ -113,10 +125,10 @@ def test_a_layer_with_its_own_forward_cannot_be_synchronized() -> None:
 
 
 def test_tensor_parallel_equals_one_process(results: list[dict[str, Any]]) -> None:
-    found = results[len(SYNCED + AVERAGED) : -len(GATHERED)]
-    for one in found:
+    split = results[len(SYNCED + AVERAGED) : -len(GATHERED)]
+    for one in split:
         assert one["far"] < 1e-13, one
-    assert found[0]["rest"] < 0.6 * found[0]["total"]
+    assert split[0]["rest"] < 0.6 * split[0]["total"]
 
 
 @pytest.mark.soak
@@ -139,9 +151,12 @@ def test_the_weight_of_a_loss_does_not_overflow_float16() -> None:
         assert loss == pytest.approx(found["one"][1], rel=1e-3)
 
 
-def test_a_plan_with_a_frozen_layer_is_refused() -> None:
-    for each in processes.run("rigs.parallel.cases:frozen_in_a_plan", 2):
-        assert re.match(r"distribute: 1\.up\.\w+ is frozen, .*cure: leave the layer out", each.value), each.value
+def test_a_plan_with_a_frozen_layer_and_a_buffer_without_a_way_are_refused(
+    found: list[dict[str, Any]],
+) -> None:
+    for each in (one["refused"] for one in found):
+        assert re.search(r"distribute: 1\.up\.\w+ is frozen, .*cure: leave the layer out", each["a plan"])
+        assert "writes the buffer seen" in each["a buffer"]
 
 
 @pytest.mark.slow
@@ -181,15 +196,15 @@ ORDERS = {
 }
 
 
-def test_units_that_differ_between_processes_are_refused() -> None:
+def test_units_that_differ_between_processes_are_refused(found: list[dict[str, Any]]) -> None:
     """In the first two passes and in every checked call of `fit` before one waits for the other, and in any call before
     the next one begins."""
-    for each in processes.run("rigs.parallel.cases:orders", 2):
-        for name, text in each.value.items():
+    for each in (one["orders"] for one in found):
+        for name, text in each.items():
             assert re.search(ORDERS[name], text), (name, text)
             assert not text or "experts, dropped layers) out of units=[...] of ps.distribute" in text, text
-        assert each.value["same"] == ""
-        assert set(each.value) == set(ORDERS)
+        assert each["same"] == ""
+        assert set(each) == set(ORDERS)
 
 
 @pytest.mark.parametrize(

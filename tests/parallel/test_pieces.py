@@ -35,14 +35,28 @@ FROZEN: list[dict[str, Any]] = [
 ALL = AGAIN + FROZEN
 
 
+HUGGING_FACE = [("gpt2", "enabled"), ("llama", "enabled"), ("llama", "")]
+CALLS: dict[str, list[Any]] = {
+    "steps": ["rigs.parallel.cases:steps", ALL],
+    **{f"{kind} {way}": ["rigs.parallel.piece_cases:hugging_face", kind, way] for kind, way in HUGGING_FACE},
+    **{name: [f"rigs.parallel.piece_cases:{name}"] for name in ("frozen_dtypes", "masks_by_size", "differing")},
+}
+
+
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Of all cases for two processes, which are started once."""
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each call returned, in each of two processes, which are started once."""
 
     def compute() -> list[dict[str, Any]]:
-        return processes.run("rigs.parallel.cases:steps", 2, args=[ALL], timeout=240)[0].value
+        outputs = processes.run("rigs.parallel.processes:each", 2, args=[list(CALLS.values())], timeout=400)
+        return [dict(zip(CALLS, output.value, strict=True)) for output in outputs]
 
     return processes.once(tmp_path_factory, "pieces", compute)
+
+
+@pytest.fixture
+def results(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return found[0]["steps"]
 
 
 @pytest.mark.parametrize("index", range(len(AGAIN)), ids=lambda index: str(AGAIN[index]))
@@ -55,16 +69,16 @@ def test_frozen_pieces_equal_one_process(results: list[dict[str, Any]], index: i
     assert results[len(AGAIN) + index]["far"] < 1e-14, results[len(AGAIN) + index]
 
 
-@pytest.mark.parametrize(("kind", "way"), [("gpt2", "enabled"), ("llama", "enabled"), ("llama", "")])
-def test_layers_of_hugging_face_as_units(kind: str, way: str) -> None:
-    found = processes.run("rigs.parallel.piece_cases:hugging_face", 2, args=[kind, way], timeout=150)[0].value
-    assert found["far"] < 1e-12, found
+@pytest.mark.parametrize(("kind", "way"), HUGGING_FACE)
+def test_layers_of_hugging_face_as_units(found: list[dict[str, Any]], kind: str, way: str) -> None:
+    one = found[0][f"{kind} {way}"]
+    assert one["far"] < 1e-12, one
     # No layer is computed a third time: each of two is gathered twice, and all other parameters once.
-    assert found["collectives"]["all_gather_single"] == 5, found
+    assert one["collectives"]["all_gather_single"] == 5, one
 
 
-def test_frozen_weights_of_any_dtype_are_cut_and_gathered() -> None:
-    assert [each.value for each in processes.run("rigs.parallel.piece_cases:frozen_dtypes", 2)] == [[], []]
+def test_frozen_weights_of_any_dtype_are_cut_and_gathered(found: list[dict[str, Any]]) -> None:
+    assert [each["frozen_dtypes"] for each in found] == [[], []]
 
 
 def test_a_snapshot_of_frozen_pieces_is_read_by_one_process(tmp_path: Path) -> None:
@@ -127,12 +141,12 @@ def test_weights_that_do_not_fit_are_refused() -> None:
         real.init(seed=0, weights=lambda name: torch.ones(1))
 
 
-def test_weights_that_differ_between_processes_are_refused() -> None:
-    for each in processes.run("rigs.parallel.piece_cases:differing", 2):
-        assert "checksum of 0.weight" in each.value
+def test_weights_that_differ_between_processes_are_refused(found: list[dict[str, Any]]) -> None:
+    for each in found:
+        assert "checksum of 0.weight" in each["differing"]
 
 
-def test_a_mask_by_size_sees_whole_parameters() -> None:
-    for far, rows in (each.value for each in processes.run("rigs.parallel.piece_cases:masks_by_size", 2)):
+def test_a_mask_by_size_sees_whole_parameters(found: list[dict[str, Any]]) -> None:
+    for far, rows in (each["masks_by_size"] for each in found):
         assert far < 1e-14
         assert rows == 4

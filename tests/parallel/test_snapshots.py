@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from rigs.parallel import processes, snapshot_cases
-from rigs.parallel.snapshot_groups import group, killed, values
+from rigs.parallel.snapshot_groups import group, killed
 
 import purestep as ps
 from purestep import errors, files
@@ -30,10 +30,10 @@ def alone(function: str, *args: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize("kind", ["shard", "replicate"])
 def test_one_and_two_processes_read_each_others_snapshots(tmp_path, kind, monkeypatch):
-    two = values(group("write", 2, str(tmp_path / "two"), kind))
+    two = group("write", 2, str(tmp_path / "two"), kind)
     assert two[0] == two[1]
     one = alone("write", str(tmp_path / "one"), kind, monkeypatch=monkeypatch)
-    assert values(group("read", 2, str(tmp_path / "one"), kind)) == [one, one]
+    assert group("read", 2, str(tmp_path / "one"), kind) == [one, one]
     assert alone("read", str(tmp_path / "two"), kind, monkeypatch=monkeypatch) == two[0]
     record = files.read_json(tmp_path / "two" / "5" / manifest.NAME)
     assert (record["format"], record["parts"]) == (3, 2 if kind == "shard" else 1)
@@ -41,15 +41,15 @@ def test_one_and_two_processes_read_each_others_snapshots(tmp_path, kind, monkey
 
 @pytest.mark.soak
 def test_a_hybrid_mesh_and_one_of_three_read_each_other(tmp_path):
-    four = values(group("write", 4, str(tmp_path), "shard"))
+    four = group("write", 4, str(tmp_path), "shard")
     assert sorted(path.name for path in (tmp_path / "5").glob("part-*")) == ["part-0", "part-1"]
-    assert set(values(group("read", 3, str(tmp_path), "shard"))) == set(four)
+    assert set(group("read", 3, str(tmp_path), "shard")) == set(four)
 
 
 @pytest.mark.parametrize(("world", "most"), [(2, 0.85), pytest.param(4, 0.5, marks=pytest.mark.soak)])
 def test_parts_of_layers_are_restored_and_read_by_one_process(tmp_path, world, most):
     """No process gathers or writes the whole state."""
-    found = values(group("tensor_parallel", world, str(tmp_path)))
+    found = group("tensor_parallel", world, str(tmp_path))
     before, after, one = found[0]["digests"]
     assert before == after == one
     assert all(each["digests"] == found[0]["digests"] for each in found)
@@ -63,7 +63,7 @@ def test_the_weights_alone_are_restored_into_pieces(tmp_path, monkeypatch):
     assert own.init is not None
     found = ps.Snapshots(tmp_path, writer=False).restore(own.init(), only="params").state
     expected = snapshot_cases.digest((found.params, found.buffers, found.ema))
-    assert values(group("only", 2, str(tmp_path))) == [expected, expected]
+    assert group("only", 2, str(tmp_path)) == [expected, expected]
 
 
 @pytest.mark.parametrize(
@@ -105,23 +105,23 @@ def test_a_process_killed_during_a_save_leaves_whole_steps_and_is_named(tmp_path
 
 
 def test_the_errors_of_one_process_are_raised_by_all(tmp_path):
-    first, second = values(group("disagree", 2, str(tmp_path)))
+    first, second = group("disagree", 2, str(tmp_path))
     assert first == second
     assert len(first) == 19
 
 
 def test_a_failed_save_is_counted_by_all_processes(tmp_path):
-    assert values(group("continued", 2, str(tmp_path))) == ["1 [1]", "1 [1]"]
+    assert group("continued", 2, str(tmp_path)) == ["1 [1]", "1 [1]"]
 
 
 def test_a_locked_directory_is_locked_for_all_processes(tmp_path):
     with files.DirectoryLock(tmp_path):
-        texts = values(group("locked", 2, str(tmp_path)))
+        texts = group("locked", 2, str(tmp_path))
     assert all("another run writes here" in text for text in texts), texts
 
 
 def test_a_part_that_is_missing_makes_the_step_damaged(tmp_path):
-    values(group("write", 2, str(tmp_path), "shard"))
+    group("write", 2, str(tmp_path), "shard")
     shutil.rmtree(tmp_path / "5" / "part-1")
     assert ps.Snapshots(tmp_path, writer=False).steps() == []
 
@@ -130,4 +130,4 @@ def test_a_part_that_is_missing_makes_the_step_damaged(tmp_path):
 
 
 def test_exports_modules_and_predictions_have_whole_weights(tmp_path):
-    assert values(group("tools", 2, str(tmp_path))) == [["ValueError", "ConfigError"], ["RankError", "ConfigError"]]
+    assert group("tools", 2, str(tmp_path)) == [["ValueError", "ConfigError"], ["RankError", "ConfigError"]]

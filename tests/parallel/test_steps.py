@@ -29,16 +29,12 @@ FAULTY: list[dict[str, Any]] = [
 ]
 
 
-def in_json(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return cases
-
-
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """One start of two processes for all cases."""
 
     def compute() -> list[dict[str, Any]]:
-        return processes.run("rigs.parallel.cases:steps", 2, args=[in_json(EQUAL + FAULTY)], timeout=150)[0].value
+        return processes.run("rigs.parallel.cases:steps", 2, args=[EQUAL + FAULTY], timeout=150)[0].value
 
     return processes.once(tmp_path_factory, "steps", compute)
 

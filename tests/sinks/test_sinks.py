@@ -329,6 +329,7 @@ def test_the_end_of_the_run_sets_the_history_right(tmp_path: Path):
     ]
 
 
+@pytest.mark.row("B48")
 def test_a_resumed_history_goes_on_where_the_snapshot_was(tmp_path: Path):
     first = history_json(tmp_path / "h.json")
     first(start())
@@ -342,6 +343,7 @@ def test_a_resumed_history_goes_on_where_the_snapshot_was(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["h.json"]
 
 
+@pytest.mark.row("B48")
 @pytest.mark.parametrize("content", ['[{"epoch": 1}]', '{"foreign": 1}', "[{", ""])
 def test_a_fresh_run_moves_a_history_aside(tmp_path: Path, content: str):
     path = tmp_path / "h.json"
@@ -657,105 +659,58 @@ def test_tensorboard_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, t
         tensorboard(tmp_path)
 
 
-def test_tensorboard_gets_scalars_and_strikes_out_what_is_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    calls: list[Any] = []
+@pytest.fixture
+def shown() -> Callable[[Path], dict[str, list[tuple[int, float]]]]:
+    """TensorBoard's own reader: the steps and values of each tag."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 
-    class Writer:
-        def __init__(self, directory: str, purge_step: int | None) -> None:
-            calls.append((directory, purge_step))
+    def read(directory: Path) -> dict[str, list[tuple[int, float]]]:
+        found = accumulator.EventAccumulator(str(directory))
+        found.Reload()
+        return {tag: [(event.step, event.value) for event in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
 
-        def add_scalar(self, tag: str, value: float, at: int) -> None:
-            calls.append((tag, value, at))
-
-        def close(self) -> None:
-            calls.append("closed")
-
-    module = type(sys)("torch.utils.tensorboard")
-    vars(module)["SummaryWriter"] = Writer
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
-    sink = tensorboard(tmp_path)
-    for event in [start(updates=8, resumed=True), logged(9), epoch_end(3, val_accuracy=None), fit_end({})]:
-        sink(event)
-    assert calls[0] == (str(tmp_path), 9)
-    assert ("train/lr", 3e-4, 9) in calls
-    assert ("train/loss", 1 / 9, 9) in calls
-    assert ("epoch/val_loss", 0.1011, 12) in calls
-    assert ("epoch/train_loss", 1 / 3, 12) in calls
-    assert "epoch/val_accuracy" not in [call[0] for call in calls]
-    assert calls[-1] == "closed"
+    return read
 
 
 @pytest.mark.peer
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's own
-def test_tensorboard_itself_takes_what_it_is_given(tmp_path: Path):
-    pytest.importorskip("tensorboard")
-    sink = tensorboard(tmp_path)
-    for event in [start(), logged(2), epoch_end(1), fit_end({})]:
-        sink(event)
-    assert list(tmp_path.iterdir())
-
-
-def points(directory: Path, tag: str) -> list[int]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    found = EventAccumulator(str(directory))
-    found.Reload()
-    return [event.step for event in found.Scalars(tag)]
-
-
-@pytest.mark.peer
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's own
-def test_tensorboard_shows_every_step_once(tmp_path: Path):
-    pytest.importorskip("tensorboard")
-    sink = tensorboard(tmp_path)
-    twice = [epoch_end(1), epoch_end(1)]  # two rows of one update
-    for event in [start(), *map(logged, range(1, 5)), *twice, logged(5), logged(6)]:
-        sink(event)
-    sink.close()  # killed; its last snapshot is of update 5
-    sink = tensorboard(tmp_path)
-    for event in [start(updates=5, epoch=1, resumed=True), *map(logged, (6, 7, 8)), epoch_end(2), fit_end({})]:
-        sink(event)
-    assert points(tmp_path, "train/steps_per_second") == list(range(1, 9))
-    assert points(tmp_path, "train/lr") == points(tmp_path, "train/loss") == list(range(1, 9))
-    assert points(tmp_path, "epoch/val_loss") == points(tmp_path, "epoch/train_loss") == [4, 8]
-
-
-@pytest.mark.peer
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's own
-def test_tensorboard_shows_every_step_once_where_a_killed_run_begins_again(tmp_path: Path):
-    """It had no snapshot yet, so the same call of `fit` begins a fresh run."""
-    pytest.importorskip("tensorboard")
+@pytest.mark.parametrize(("resumed", "last"), [(True, 8), (False, 3)])
+def test_tensorboard_shows_every_step_once_after_a_kill(resumed: bool, last: int, tmp_path: Path, shown: Any):
+    """The last snapshot is of update 5; or there is none, and the same call of `fit` begins a fresh run."""
     killed = tensorboard(tmp_path)
-    for event in [start(), *map(logged, range(1, 6)), epoch_end(1)]:
+    twice = [epoch_end(1, val_accuracy=None), epoch_end(1)]  # two rows of one update
+    for event in [start(), *map(logged, range(1, 5)), *twice, logged(5), logged(6)]:
         killed(event)
     killed.close()
     again = tensorboard(tmp_path)
-    for event in [start(), *map(logged, range(1, 4)), fit_end({})]:
+    first = start(updates=5, epoch=1, resumed=True) if resumed else start()
+    for event in [first, *map(logged, range(6 if resumed else 1, last + 1)), epoch_end(2), fit_end({})]:
         again(event)
-    assert points(tmp_path, "train/loss") == points(tmp_path, "train/lr") == [1, 2, 3]
+    found = shown(tmp_path)
+    steps = list(range(1, last + 1))
+    assert found["train/loss"] == [(step, pytest.approx(1 / step)) for step in steps]
+    assert [step for step, _ in found["train/lr"]] == [step for step, _ in found["train/steps_per_second"]] == steps
+    rows = [(4, pytest.approx(0.1011)), (8, pytest.approx(0.1011))]
+    assert found["epoch/val_loss"] == (rows if resumed else rows[1:])
+    assert [step for step, _ in found["epoch/train_loss"]] == [step for step, _ in found["epoch/val_loss"]]
+    assert "epoch/val_accuracy" not in found
 
 
 @pytest.mark.peer
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's own
-def test_tensorboard_shows_the_mean_of_a_window_and_that_of_an_epoch_apart(tmp_path: Path):
-    pytest.importorskip("tensorboard")
+def test_tensorboard_shows_the_mean_of_a_window_and_that_of_an_epoch_apart(tmp_path: Path, shown: Any):
     program = ps.program(torch.nn.Linear(1, 1), ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.01))
     batches = [(torch.full((2, 1), float(i)), torch.zeros(2, 1)) for i in range(4)]
     kw = {"log_every": 2, "evaluate_every": 2, "sinks": [tensorboard(tmp_path)]}
     result = ps.fit(program.init(), (batches, batches), program, epochs=2, **kw)
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    found = EventAccumulator(str(tmp_path))
-    found.Reload()
-    tags = found.Tags()["scalars"]
-    assert not {tag.rpartition("/")[2] for tag in tags} & {"epoch", "step"}
-    assert {tag.partition("/")[0] for tag in tags} == {"train", "epoch"}
-    for tag in tags:
-        steps = [event.step for event in found.Scalars(tag)]
+    found = shown(tmp_path)
+    assert not {tag.rpartition("/")[2] for tag in found} & {"epoch", "step"}
+    assert {tag.partition("/")[0] for tag in found} == {"train", "epoch"}
+    for tag, points in found.items():
+        steps = [step for step, _ in points]
         assert steps == sorted(set(steps)), tag
-    shown = [event.value for event in found.Scalars("epoch/val_loss")]
-    assert shown == pytest.approx(result.history["val_loss"])
-    assert points(tmp_path, "epoch/val_loss") == result.history["step"]
+    assert [step for step, _ in found["epoch/val_loss"]] == result.history["step"]
+    assert [value for _, value in found["epoch/val_loss"]] == pytest.approx(result.history["val_loss"])
 
 
 # The guard.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +11,13 @@ import pytest
 import torch
 from helpers import assert_trees_close, image_batch, tiny_convnet, tiny_mlp, vector_batch
 from shipped import EXAMPLES, load
-from torch import Tensor, nn
+from systems.trainers import Batch, batches, classifier, fit
+from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import purestep as ps
 from purestep import events, metrics, optim, schedules, tree
-from purestep.errors import ConfigError, Mismatch, RankError, StepContractError
-
-Batch = tuple[Tensor, Tensor]
-
-
-def batches(*sizes: int) -> list[Batch]:
-    return [vector_batch(size, seed) for seed, size in enumerate(sizes)]
+from purestep.errors import Mismatch, RankError, StepContractError
 
 
 @pytest.fixture
@@ -31,16 +25,6 @@ def gan(monkeypatch: pytest.MonkeyPatch) -> Any:
     """`examples/gan.py`, which imports `digits.py` beside it."""
     monkeypatch.syspath_prepend(EXAMPLES)
     return load("gan")
-
-
-def classifier(tx: Any = None, **fields: Any) -> ps.Program:
-    objective = ps.supervised(nn.CrossEntropyLoss(), metrics={"accuracy": metrics.accuracy})
-    return ps.program(tiny_mlp(), objective, tx or optim.sgd(0.1), **fields)
-
-
-def fit(program: ps.Program, loaders: Any, **fields: Any) -> ps.FitResult:
-    assert program.init is not None
-    return ps.fit(program.init(device="cpu"), loaders, program, progress=False, **fields)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -316,25 +300,6 @@ def test_clipping_sees_the_unscaled_gradient_of_the_whole_window_once(precision:
         torch.testing.assert_close(state.params[name].double(), value.double(), **close)
 
 
-@pytest.mark.row("2.19")
-def test_forward_passes_run_under_autocast_while_training_and_while_evaluating():
-    seen: list[torch.dtype] = []
-
-    def forward(model: Any, inputs: Tensor) -> Tensor:
-        outputs = model(inputs)
-        seen.append(outputs.dtype)
-        return outputs
-
-    program = ps.program(
-        tiny_mlp(), ps.supervised(nn.CrossEntropyLoss(), forward=forward), optim.sgd(0.1), precision="bf16-mixed"
-    )
-    state, _ = program.train_step(program.init(device="cpu"), batches(4)[0])
-    program.eval_step(state, batches(4)[0])
-    assert seen == [torch.bfloat16, torch.bfloat16]
-    assert {value.dtype for value in state.params.values()} == {torch.float32}
-    assert not torch.is_autocast_enabled("cpu")
-
-
 # --- data and metrics -------------------------------------------------------------------------------------------------
 
 
@@ -422,38 +387,6 @@ def test_a_sampler_for_one_process_is_taken_and_one_for_several_is_refused(monke
             run()
 
 
-@pytest.mark.row("2.17", "B28")
-def test_f1_precision_and_recall_come_from_counts_over_all_batches():
-    generator = torch.Generator().manual_seed(3)
-    logits, targets = torch.randn(23, 3, generator=generator), torch.randint(3, (23,), generator=generator)
-    parts = list(zip(logits.split(4), targets.split(4), strict=True))
-    wanted: dict[str, Any] = {
-        name: partial(getattr(metrics, name), average="macro") for name in ("f1", "precision", "recall")
-    }
-
-    class Same(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.ones(()))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.w * x
-
-    objective = ps.supervised(nn.CrossEntropyLoss(), metrics={**wanted, "accuracy": metrics.accuracy})
-    program = ps.program(Same(), objective, optim.sgd(0.0))
-    found = ps.evaluate(program.init(device="cpu"), parts, program.eval_step)
-
-    guessed, naive = logits.argmax(1), []
-    tp = torch.stack([((guessed == c) & (targets == c)).sum() for c in range(3)])
-    predicted, actual = (torch.stack([(one == c).sum() for c in range(3)]) for one in (guessed, targets))
-    assert found["accuracy"] == pytest.approx((guessed == targets).float().mean().item())
-    assert found["precision"] == pytest.approx((tp / predicted).mean().item())
-    assert found["recall"] == pytest.approx((tp / actual).mean().item())
-    assert found["f1"] == pytest.approx((2 * tp / (predicted + actual)).mean().item())
-    naive = [float(metrics.f1(x, y, average="macro")) for x, y in parts]
-    assert sum(naive) / len(naive) != pytest.approx(found["f1"], abs=0.01)
-
-
 # --- checkpoints and configuration ------------------------------------------------------------------------------------
 
 
@@ -493,13 +426,3 @@ def test_a_resumed_run_trains_on_each_batch_of_an_epoch_exactly_once(after: int,
     found = fit(classifier(), data, epochs=3, snapshots=tmp_path, callbacks=[note])
     assert seen == list(range(9))
     assert_trees_close(found.state, whole.state, exact=True)
-
-
-@pytest.mark.row("2.23")
-def test_the_guides_names_are_understood_and_a_slip_of_the_pen_is_not():
-    assert fit(classifier(), batches(4), config=Settings(n_epochs=2)).epochs == 2
-    assert fit(classifier(), batches(4), config={"n_epochs": 2, "compile_model": False}).epochs == 2
-    with pytest.raises(ConfigError, match=r"'g_lr' is not a setting of fit.*cure: build one program"):
-        fit(classifier(), batches(4), config={"n_epochs": 2, "g_lr": 1e-3})
-    with pytest.raises(ConfigError, match=r"'n_epoch' is not a setting of fit"):
-        fit(classifier(), batches(4), config={"n_epoch": 2})

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -14,14 +13,15 @@ import pytest
 import torch
 from helpers import assert_trees_close
 from shipped import load
+from systems.trainers import fit, scripted
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import purestep as ps
 from purestep import optim, tree
-from purestep.errors import ConfigError, DataError, NonFiniteError, StateError, WriteFailed
+from purestep.errors import ConfigError, StateError
 
 Batch = tuple[Tensor, Tensor]
 
@@ -51,27 +51,7 @@ def program(model: nn.Module | None = None, tx: Any = None, criterion: Any = Non
     return ps.program(model or linear(), objective, tx or optim.sgd(0.1), **fields)
 
 
-def fit(made: ps.Program, loaders: Any, **fields: Any) -> ps.FitResult:
-    assert made.init is not None
-    return ps.fit(made.init(device="cpu"), loaders, made, progress=False, **fields)
-
-
 ONE = [torch.zeros(1)], [torch.zeros(1)]  # loaders of a batch that nobody looks at
-
-
-def scripted(values: Sequence[float]) -> ps.Program:
-    """A program whose evaluations come to these values, one an epoch of one batch."""
-
-    def train_step(state: Any, batch: Any) -> Any:
-        return {"epoch": state["epoch"] + 1}, {"loss": ps.Mean(torch.ones(()), torch.ones(()))}
-
-    def eval_step(state: Any, batch: Any) -> ps.Metrics:
-        return {"loss": ps.Mean(torch.tensor(values[int(state["epoch"]) - 1]), torch.ones(()))}
-
-    def init(seed: int = 0, device: Any = None) -> Any:
-        return {"epoch": torch.zeros((), dtype=torch.int64)}
-
-    return ps.Program(train_step, eval_step=eval_step, init=init)
 
 
 def trainer_by_hand(model: nn.Module, train: list[Batch], val: list[Batch], epochs: int, every: int) -> list[Any]:
@@ -186,30 +166,6 @@ def test_a_leftover_window_divides_by_what_is_in_it():
     assert_trees_close(result.state.params, expected.params, rtol=1e-12, atol=0)
 
 
-@pytest.mark.row("0.7")
-@pytest.mark.parametrize(("tail", "updates"), [("step", [1, 2, 3, 4]), ("drop", [1, 2]), ("carry", [1, 3])])
-def test_the_tail_of_an_epoch_is_applied_dropped_or_carried(tail: Any, updates: list[int]):
-    made = program(accumulate=4, tail=tail)
-    result = fit(made, {"train": batches([2] * 6)}, epochs=2)
-    assert int(result.state.updates) == updates[-1]
-    assert result.history["step"][-1] == updates[-1]
-    assert int(result.state.accum.left) == 4
-    assert all(not grad.any() for grad in result.state.accum.grads.values())
-
-
-@pytest.mark.row("0.6", "B3")
-def test_micro_batches_inside_one_call_and_over_calls_are_the_whole_batch():
-    parts = batches([5, 1, 2])
-    whole, streamed, split = program(), program(accumulate=3), program(microbatches=3)
-    ps.testing.assert_accumulates(streamed, whole, joined(parts), parts, rtol=1e-12)
-    expected, _ = whole.train_step(whole.init(device="cpu"), joined(parts))
-    found, metrics = split.train_step(split.init(device="cpu"), joined(parts))
-    assert_trees_close(found.params, expected.params, rtol=1e-12, atol=0)
-    assert float(metrics["loss"]) == pytest.approx(
-        float(whole.eval_step(split.init(device="cpu"), joined(parts))["loss"])
-    )
-
-
 class Watching(nn.Linear):
     """Notes the mode and the precision it is called in."""
 
@@ -250,59 +206,6 @@ def test_mode_and_precision_of_training_and_evaluation(precision: str):
         assert (state.scaler.scale.item(), state.scaler.scale.dtype) == (2.0**16, torch.float32)
 
 
-@pytest.mark.row("0.10")
-def test_scaling_leaves_no_trace_in_an_update():
-    tx = optim.chain(optim.clip_by_global_norm(0.5), optim.adam(0.1))
-    plain, scaled = program(tx=tx, accumulate=2), program(tx=tx, accumulate=2, scaler=ps.scaler.dynamic(2.0**12))
-    states = []
-    for made in (plain, scaled):
-        state = made.init(device="cpu")
-        for batch in batches([3, 5]):
-            state, metrics = made.train_step(state, batch)
-        states.append(state)
-        assert float(metrics["grad_norm"]) > 0.5  # so that clipping before unscaling would be seen
-    assert_trees_close(states[1].params, states[0].params, exact=True)  # a power of two costs no bit
-
-
-@pytest.mark.row("0.11")
-def test_a_scale_moves_as_that_of_torchs_grad_scaler():
-    made = program(linear(torch.float32), precision="16-mixed", scaler=ps.scaler.dynamic(2.0**16, growth_interval=2))
-    state = made.init(device="cpu")
-    theirs = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=2)
-    model = linear(torch.float32)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for factor in (1.0, 1e4, 1e4, 1.0, 1.0, 1.0):  # 1e4: overflows in float16
-        x, y = rows(4, dtype=torch.float32)
-        batch = x * factor, y * factor
-        state, _ = made.train_step(state, batch)
-        optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.float16):
-            loss = functional.mse_loss(model(batch[0]), batch[1])
-        theirs.scale(loss).backward()
-        theirs.step(optimizer)
-        theirs.update()
-        assert state.scaler.scale.item() == theirs.get_scale()
-        torch.testing.assert_close(state.params["weight"], model.weight.detach())
-    assert 0 < int(state.updates) < int(state.step) == 6
-
-
-@pytest.mark.row("0.11", "B7")
-def test_a_skipped_update_moves_the_count_of_calls_and_the_key_alone():
-    schedule = ps.schedules.linear(1.0, 0.0, transition_steps=10)
-    scaler = ps.scaler.dynamic(1024.0)
-    made = program(linear(torch.float32), optim.adam(schedule), precision="16-mixed", scaler=scaler, ema=0.9)
-    good, bad = rows(4, dtype=torch.float32), (torch.full((4, 3), torch.inf), torch.zeros(4, 1))
-    before, _ = made.train_step(made.init(device="cpu"), good)
-    after, metrics = made.train_step(before, bad)
-    for field in ("params", "opt_state", "ema", "updates", "buffers"):
-        assert_trees_close(getattr(after, field), getattr(before, field), exact=True)
-    assert (int(after.step), after.key.tolist()) == (2, [0, 2])
-    assert after.scaler.scale.item() == before.scaler.scale.item() / 2
-    assert float(metrics["applied"]) == 0.0
-    _, metrics = made.train_step(after, good)
-    assert float(metrics["lr"]) == pytest.approx(0.9)  # the second update, at the third call
-
-
 @pytest.mark.row("0.12")
 def test_no_gradient_is_kept_anywhere():
     model = linear()
@@ -315,16 +218,6 @@ def test_no_gradient_is_kept_anywhere():
     assert not any(grad.any() for grad in (*start.accum.grads.values(), *done.accum.grads.values()))
     again, _ = made.train_step(half, rows(4, 1))
     assert_trees_close(again, done, exact=True)
-
-
-@pytest.mark.row("0.14")
-def test_the_reported_loss_is_neither_scaled_nor_divided():
-    parts = batches([2, 6], torch.float32)
-    made = program(linear(torch.float32), optim.sgd(0.0), accumulate=2, scaler=ps.scaler.dynamic(1024.0))
-    result = fit(made, {"train": parts}, epochs=1)
-    assert result.history["train_loss"] == pytest.approx(
-        [functional.mse_loss(linear(torch.float32)(joined(parts)[0]), joined(parts)[1]).item()], rel=1e-6
-    )
 
 
 def lines_as_before(event: Any) -> None:
@@ -349,17 +242,6 @@ def test_the_lines_it_prints_come_from_a_sink():
     assert result.stop_reason == "epochs"
 
 
-@pytest.mark.row("0.15")
-def test_one_epoch_of_ones_own():
-    made = program()
-    state, metrics = ps.run_epoch(made.init(device="cpu"), batches([4, 2]), made.train_step)
-    assert int(state.updates) == 2
-    first, second = batches([4, 2])
-    middle, one = made.train_step(made.init(device="cpu"), first)
-    _, two = made.train_step(middle, second)
-    assert float(metrics["loss"]) == pytest.approx((4 * float(one["loss"]) + 2 * float(two["loss"])) / 6)
-
-
 @pytest.mark.row("0.17", "0.18", "B6")
 def test_every_strict_improvement_is_saved_before_it_is_said(tmp_path: Path):
     values = [3.0, 2.0, 2.0, 1.0, math.nan, 5.0]
@@ -370,31 +252,15 @@ def test_every_strict_improvement_is_saved_before_it_is_said(tmp_path: Path):
             torch.save({"epoch": event.epoch}, tmp_path / "best_model.pth")
             said.append(event.epoch)
 
-    made = scripted(values)
+    made = scripted(loss=values)
     with ps.Snapshots(tmp_path / "run", keep=1) as snapshots:
         result = fit(made, ONE, epochs=6, callbacks=[announce], snapshots=snapshots)
         assert said == [1, 2, 4]
         assert result.best == {"epoch": 4, "val_loss": 1.0, "step": 4}
         assert snapshots.steps() == [4, 6]
         assert snapshots.best() == 4
-        assert int(snapshots.restore(result.state, step=4).state["epoch"]) == 4
+        assert int(snapshots.restore(result.state, step=4).state["calls"]) == 4
     assert torch.load(tmp_path / "best_model.pth") == {"epoch": 4}
-
-
-@pytest.mark.row("0.18", "B6")
-def test_a_save_that_failed_is_not_taken_for_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("PURESTEP_FAILPOINT", "snapshot.commit=raise:ENOSPC")
-    with pytest.raises(WriteFailed, match="No space left"):
-        fit(scripted([1.0]), ONE, epochs=1, snapshots=tmp_path / "run")
-    monkeypatch.delenv("PURESTEP_FAILPOINT")
-    assert ps.Snapshots(tmp_path / "run", writer=False).steps() == []
-
-
-@pytest.mark.row("0.19")
-def test_it_stops_early():
-    result = fit(scripted([3.0, 2.0, 2.5, 2.0, 1.0]), ONE, epochs=5, early_stopping=2)
-    assert (result.epochs, result.stop_reason) == (4, "early_stopping")
-    assert result.best == {"epoch": 2, "val_loss": 2.0, "step": 2}
 
 
 @pytest.mark.row("0.21")
@@ -435,44 +301,3 @@ def test_a_step_reads_no_number_and_metrics_are_tensors():
         _, metrics = made.train_step(state, rows(4, dtype=torch.float32))
     assert (planted.count, reads.count) == (1, 0)
     assert {type(number) for mean in metrics.values() for number in mean} == {Tensor}
-
-
-@pytest.mark.row("B5")
-def test_nan_stops_the_run_or_is_left_out_and_never_improves():
-    broken = torch.full((2, 3), torch.nan, dtype=torch.float64), torch.zeros(2, 1, dtype=torch.float64)
-    train = [rows(4), broken, rows(4, 1)]
-    with pytest.raises(NonFiniteError, match=r"epoch 1, batch 2: .* is not finite at call 2") as caught:
-        fit(program(), train, epochs=1)
-    assert int(caught.value.result.state.updates) == 1  # pyright: ignore[reportAttributeAccessIssue]  # fit put it there
-    skipped = fit(program(nonfinite="skip"), train, epochs=1)
-    assert int(skipped.state.updates) == 2
-    assert math.isfinite(skipped.history["train_loss"][0])
-    shown = fit(scripted([math.nan, 2.0, math.nan]), ONE, epochs=3)
-    assert shown.history["val_loss"] == [None, 2.0, None]
-    assert shown.best == {"epoch": 2, "val_loss": 2.0, "step": 2}
-
-
-@pytest.mark.row("B6")
-def test_what_is_missing_is_said_and_what_is_optional_may_be():
-    with pytest.raises(DataError, match="empty"):
-        fit(program(), ([], [rows(2)]), epochs=1)
-    with pytest.raises(DataError, match="empty"):
-        fit(program(), ([rows(2)], []), epochs=1)
-    alone = fit(program(), {"train": DataLoader(TensorDataset(*rows(4)), batch_size=2)}, epochs=1)
-    assert "val_loss" not in alone.history
-    assert alone.best is None
-
-
-@pytest.mark.row("B1", "B6")
-def test_a_precision_that_a_device_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch):
-    autocast: Callable[..., Any] = torch.amp.autocast
-
-    def without_float16(device: str, dtype: torch.dtype) -> Any:
-        if dtype is torch.float16:
-            raise RuntimeError("float16 is not supported")
-        return autocast(device, dtype=dtype)
-
-    monkeypatch.setattr(torch.amp, "autocast", without_float16)
-    with pytest.raises(ConfigError, match=r"cpu does not support 16-mixed: float16 is not supported"):
-        program(linear(torch.float32), precision="16-mixed").init(device="cpu")
-    assert program(copy.deepcopy(linear(torch.float32)), precision="bf16-mixed").init(device="cpu").scaler == ps.Empty()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,42 +10,13 @@ from typing import Any
 import pytest
 import torch
 from helpers import assert_trees_close, tiny_mlp, vector_batch
+from systems.trainers import Batch, batches, classifier, fit, scripted
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import purestep as ps
-from purestep import events, metrics, optim, schedules
-from purestep.errors import ConfigError, DataError, NonFiniteError, NotFound, StateError, StepContractError
-
-Batch = tuple[Tensor, Tensor]
-
-
-def batches(*sizes: int) -> list[Batch]:
-    return [vector_batch(size, seed) for seed, size in enumerate(sizes)]
-
-
-def classifier(tx: Any = None, **fields: Any) -> ps.Program:
-    objective = ps.supervised(nn.CrossEntropyLoss(), metrics={"accuracy": metrics.accuracy})
-    return ps.program(tiny_mlp(), objective, tx or optim.sgd(0.1), **fields)
-
-
-def fit(program: ps.Program, loaders: Any, **fields: Any) -> ps.FitResult:
-    assert program.init is not None
-    return ps.fit(program.init(device="cpu"), loaders, program, progress=False, **fields)
-
-
-def scripted(**values: Sequence[float]) -> ps.Program:
-    """A program whose evaluations come to these values, one an epoch of one batch."""
-
-    def train_step(state: Any, batch: Any) -> Any:
-        return {"epoch": state["epoch"] + 1}, {"loss": ps.Mean(torch.ones(()), torch.ones(()))}
-
-    def eval_step(state: Any, batch: Any) -> ps.Metrics:
-        epoch = int(state["epoch"]) - 1
-        return {name: ps.Mean(torch.tensor(column[epoch]), torch.ones(())) for name, column in values.items()}
-
-    return ps.Program(train_step, eval_step=eval_step, init=lambda seed=0, device=None: {"epoch": torch.tensor(0)})
-
+from purestep import events, optim, schedules
+from purestep.errors import ConfigError, DataError, NotFound
 
 ONE = {"train": [torch.zeros(1)], "eval": [torch.zeros(1)]}  # loaders of a batch that nobody looks at
 
@@ -69,19 +39,6 @@ def test_the_first_example_returns_its_history_as_lists_by_name():
     assert {len(column) for column in history.values()} == {5}
     assert history["epoch"] == [1, 2, 3, 4, 5]
     assert history["eval_loss"][-1] < history["eval_loss"][0] / 2
-
-
-@pytest.mark.row("1.2")
-@pytest.mark.parametrize(
-    ("cuda", "mps", "expected"), [(True, True, "cuda"), (False, True, "mps"), (False, False, "cpu")]
-)
-def test_a_device_is_found_in_the_order_cuda_mps_cpu(
-    cuda: bool, mps: bool, expected: str, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
-    assert ps.auto_device().type == expected
 
 
 @pytest.mark.row("1.3", "1.4")
@@ -148,7 +105,7 @@ def test_every_second_epoch_is_kept_and_the_best_by_a_metric_of_ones_choice(tmp_
     assert result.best == {"epoch": 2, "eval_f1": pytest.approx(0.9), "step": 2}
 
 
-@pytest.mark.row("1.11", "B12")
+@pytest.mark.row("1.11", "B12", "0.19")
 @pytest.mark.parametrize(("patience", "epochs"), [(1, 3), (2, 4), (3, 8)])
 def test_the_run_stops_when_as_many_epochs_in_a_row_as_the_patience_were_no_better(patience: int, epochs: int):
     program = scripted(loss=[3.0, 2.0, 2.0, 2.5, 1.9, 1.9, 1.9, 1.9, 1.9], other=[float(n) for n in range(9)])
@@ -193,23 +150,6 @@ def test_evaluation_history_decision_callbacks_snapshot_and_stop_come_in_this_or
     epoch = ["StepEnd", "EvalStepEnd", "EvalEnd"]
     first, last = [*epoch, "EpochEnd True None", "Saved"], [*epoch, "EpochEnd False early_stopping", "Saved"]
     assert seen == ["FitStart", *first, *last, "FitEnd"]
-
-
-@pytest.mark.row("B8")
-def test_a_monitor_that_does_not_exist_is_an_error_after_the_first_evaluation_that_lists_what_there_is():
-    seen: list[Any] = []
-    with pytest.raises(
-        ConfigError, match=r"monitor='eval_los' is not among the metrics: .*'eval_accuracy'.*'eval_loss'"
-    ):
-        fit(
-            classifier(),
-            {"train": batches(4), "eval": batches(4)},
-            epochs=9,
-            monitor="eval_los",
-            mode="min",
-            callbacks=[seen.append],
-        )
-    assert sum(isinstance(event, events.EvalEnd) for event in seen) == 1
 
 
 @pytest.mark.row("B9")
@@ -257,119 +197,7 @@ def test_a_checkpoint_has_its_epoch_and_metric_and_is_loaded_wholly_or_the_weigh
         snapshots.restore(fresh, step=3)
 
 
-@pytest.mark.row("B15")
-def test_a_training_that_breaks_off_says_so_and_goes_on_where_it_was(tmp_path: Path):
-    data = {"train": batches(4, 4, 4), "eval": batches(4)}
-
-    def fail(event: Any) -> None:
-        if isinstance(event, events.EpochEnd) and event.epoch == 3:
-            raise OSError("no such host")
-
-    with pytest.raises(OSError, match="no such host"):
-        fit(classifier(), data, epochs=5, snapshots=tmp_path, callbacks=[fail])
-    with ps.Snapshots(tmp_path) as snapshots:
-        assert snapshots.latest() == 9  # named by step: saved where it broke off
-    resumed = fit(classifier(), data, epochs=5, snapshots=tmp_path)
-    whole = fit(classifier(), data, epochs=5)
-    assert_trees_close(resumed.state, whole.state, exact=True)
-    assert resumed.history == whole.history
-
-
 # --- what subclasses replace ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.row("1.16", "1.17", "1.18", "1.29")
-def test_preparing_running_and_scoring_are_arguments_for_any_architecture():
-    class Tagger(nn.Module):
-        """Returns more than the prediction, and takes its inputs by name."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.rnn = nn.GRU(4, 3, batch_first=True)
-
-        def forward(self, x: Tensor, *, scale: Tensor) -> tuple[Tensor, Tensor]:
-            return self.rnn(x * scale)
-
-    x, y = vector_batch(6)
-    batch = {"x": x, "kind": y, "id": torch.arange(6)}
-
-    def prepare(batch: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
-        return {"x": batch["x"].unsqueeze(1), "scale": torch.tensor(2.0)}, batch["kind"]
-
-    def forward(model: Any, inputs: dict[str, Tensor]) -> Tensor:
-        return model(**inputs)[0].squeeze(1)
-
-    def smoothed(outputs: Tensor, targets: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(outputs, targets, label_smoothing=0.1)
-
-    torch.manual_seed(0)
-    model = Tagger()
-    objective = ps.supervised(smoothed, prepare=prepare, forward=forward)
-    program = ps.program(model, objective, optim.adam(0.1))
-    expected = smoothed(model(x.unsqueeze(1), scale=torch.tensor(2.0))[0].squeeze(1), y).item()
-    _, told = program.train_step(program.init(device="cpu"), batch)
-    assert float(told["loss"]) == pytest.approx(expected)
-    losses = fit(program, [batch] * 10, epochs=2).history["train_loss"]
-    assert losses[1] < losses[0]
-
-
-@pytest.mark.row("1.17", "1.18")
-def test_a_mapping_becomes_keyword_arguments_and_what_is_no_loss_is_an_error():
-    class Adds(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.ones(()))
-
-        def forward(self, a: Tensor, b: Tensor, labels: Tensor | None = None) -> Tensor:
-            return self.w * (a + 10 * b)
-
-    batch = {"a": torch.ones(2), "b": torch.full((2,), 2.0), "target": torch.zeros(2)}
-    program = ps.program(Adds(), ps.supervised(nn.MSELoss()), optim.sgd(0.1))
-    assert float(program.eval_step(program.init(device="cpu"), batch)["loss"]) == 441.0
-
-    def no_loss(outputs: Tensor, targets: Tensor) -> Any:
-        return {"loss": outputs.mean()}
-
-    program = ps.program(Adds(), ps.supervised(no_loss), optim.sgd(0.1))
-    with pytest.raises(StepContractError, match=r"the criterion returned a dict .*0-d tensor"):
-        program.train_step(program.init(device="cpu"), batch)
-    program = ps.program(Adds(), ps.hf_loss(), optim.sgd(0.1))
-    with pytest.raises(StepContractError, match="returned no loss"):
-        program.train_step(
-            program.init(device="cpu"), {"a": torch.ones(2), "b": torch.ones(2), "labels": torch.ones(2)}
-        )
-
-
-class TinyForCausalLM(nn.Module):
-    """As Hugging Face's: its own loss, labels shifted, -100 left out, padding masked by the caller's mask."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(11, 11)
-
-    def forward(self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None) -> Any:
-        logits = self.table(input_ids)
-        loss = nn.functional.cross_entropy(logits[:, :-1].reshape(-1, 11), labels[:, 1:].reshape(-1))
-        return SimpleNamespace(loss=loss, logits=logits)
-
-
-@pytest.mark.row("1.25")
-def test_tokens_and_padding_are_the_callers_and_what_he_pads_does_not_count():
-    texts = [torch.tensor([1, 2, 3, 4, 5]), torch.tensor([6, 7])]
-    padded = nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=10)
-    labels = nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=-100)
-    batch = {"input_ids": padded, "labels": labels, "attention_mask": (labels != -100).long()}
-    torch.manual_seed(0)
-    program = ps.program(TinyForCausalLM(), ps.hf_loss(), optim.sgd(0.1))
-    state = program.init(device="cpu")
-    together = ps.evaluate(state, [batch], program.eval_step)["loss"]
-    alone = [
-        {"input_ids": text[None], "labels": text[None], "attention_mask": torch.ones(1, len(text))} for text in texts
-    ]
-    assert ps.evaluate(state, alone, program.eval_step)["loss"] == pytest.approx(together)
-    new, told = program.train_step(state, batch)
-    assert float(told["loss"].weight) == 5  # four tokens of the one text and one of the other have one before them
-    assert torch.equal(new.params["table.weight"][10], state.params["table.weight"][10])
 
 
 # --- configuration ----------------------------------------------------------------------------------------------------
@@ -423,31 +251,6 @@ def test_one_word_says_whether_a_schedule_goes_by_the_batch_or_by_the_epoch():
     assert rates(ours) == pytest.approx(expected)
 
 
-@pytest.mark.row("1.23", "B13")
-def test_a_plateau_looks_at_its_metric_and_lowers_the_rate_as_torchs_does():
-    losses = [3.0, 2.0, 2.1, 2.2, 2.3, 1.0, 1.1, 1.2, 1.3]
-    tx = optim.inject(optim.sgd)(learning_rate=0.5)
-    program = ps.program(tiny_mlp(), ps.supervised(nn.CrossEntropyLoss()), tx)
-
-    def eval_step(state: Any, batch: Any, *, index: int = 0) -> Any:
-        del batch, index
-        return {"loss": ps.Mean(torch.tensor(losses[int(state.updates) - 1]), torch.ones(()))}
-
-    loaders = {"train": batches(4), "val": batches(4)}
-    plateau = ps.reduce_on_plateau("val_loss", factor=0.1, patience=1)
-    program = program._replace(eval_step=eval_step)
-    result = ps.fit(program.init(), loaders, program, epochs=9, callbacks=[plateau], progress=False, compile=False)
-    theirs = torch.optim.SGD([torch.zeros(1)], lr=0.5)
-    scheduler, expected = torch.optim.lr_scheduler.ReduceLROnPlateau(theirs, factor=0.1, patience=1), []
-    for loss in losses:
-        scheduler.step(loss)
-        expected.append(theirs.param_groups[0]["lr"])
-    assert min(expected) < 0.01
-    assert result.history["lr"] == pytest.approx([0.5, *expected[:-1]])
-    with pytest.raises(ConfigError, match="ReduceLROnPlateau depends on a metric"):
-        schedules.from_torch_scheduler(torch.optim.lr_scheduler.ReduceLROnPlateau, 0.5, steps=9)
-
-
 @pytest.mark.row("1.26")
 def test_the_largest_batch_is_found_and_larger_ones_are_made_of_micro_batches():
     program, seen = classifier(), []
@@ -492,24 +295,6 @@ def test_the_largest_batch_is_found_and_larger_ones_are_made_of_micro_batches():
 # --- trouble ----------------------------------------------------------------------------------------------------------
 
 
-def spoiled(at: int, count: int = 5) -> list[Batch]:
-    data = batches(*[4] * count)
-    data[at][0][0, 0] = math.nan
-    return data
-
-
-@pytest.mark.row("1.27")
-def test_a_loss_that_is_not_a_number_raises_or_is_skipped():
-    with pytest.raises(NonFiniteError, match=r"epoch 1, batch 3.*smaller learning rate") as caught:
-        fit(classifier(), spoiled(2), epochs=1)
-    after_two, _ = ps.run_epoch(classifier().init(device="cpu"), batches(4, 4), classifier().train_step)
-    assert_trees_close(caught.value.result.state.params, after_two.params, exact=True)
-
-    skipped = fit(classifier(nonfinite="skip"), spoiled(2), epochs=1)
-    assert int(skipped.state.updates) == 4
-    assert all(bool(leaf.isfinite().all()) for leaf in skipped.state.params.values())
-
-
 @pytest.mark.row("1.28")
 def test_the_log_says_how_fast_it_goes_and_how_much_of_it_is_waiting(monkeypatch: pytest.MonkeyPatch):
     from purestep.data import device
@@ -544,38 +329,3 @@ def test_the_log_says_how_fast_it_goes_and_how_much_of_it_is_waiting(monkeypatch
     ps.fit({"w": torch.zeros(())}, Slow(), program, callbacks=[note], **fields)
     assert [round(line.wait_fraction, 2) for line in seen] == [0.75, 0.75]
     assert [line.steps_per_second for line in seen] == pytest.approx([0.25, 0.25])
-
-
-# --- B53 --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.compile
-@pytest.mark.row("B53")
-def test_a_callback_changes_the_training_only_by_what_it_returns():
-    def meddle(event: Any) -> None:
-        if isinstance(event, events.StepEnd):
-            with pytest.raises(AttributeError):
-                event.state = None
-            with pytest.raises(AttributeError):
-                event.state.params = {}
-            event.state._replace(params={name: value + 1 for name, value in event.state.params.items()})
-
-    def in_place(event: Any) -> None:
-        if isinstance(event, events.StepEnd):
-            event.state.params["0.bias"].zero_()
-
-    def halve(event: Any) -> Any:
-        if isinstance(event, events.EpochEnd):
-            return event.state._replace(params={name: value / 2 for name, value in event.state.params.items()})
-        return None
-
-    data = batches(4, 4)
-    plain = fit(classifier(), data, epochs=1)
-    assert_trees_close(fit(classifier(), data, epochs=1, callbacks=[meddle]).state, plain.state, exact=True)
-    halved = fit(classifier(), data, epochs=1, callbacks=[halve]).state.params
-    assert_trees_close(halved, {name: value / 2 for name, value in plain.state.params.items()}, exact=True)
-    for compile in (False, {"backend": "aot_eager"}):
-        with pytest.raises(StateError, match=r"params/0\.bias: a callback wrote into the state .*return a new one"):
-            fit(classifier(), data, epochs=1, callbacks=[in_place], compile=compile)
-    with pytest.raises(StateError, match="a callback returned a dict, which is not a state of this run"):
-        fit(classifier(), data, epochs=1, callbacks=[lambda event: {"loss": 1.0}])

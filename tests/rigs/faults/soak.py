@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import logging
 import platform
 import re
@@ -21,7 +20,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import Executor, ProcessPoolExecutor
 from importlib.metadata import version
+from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
@@ -85,33 +86,13 @@ def soak(name: str, *, scale: float, shard: int, shards: int, end: float) -> Cou
     return Count(name, aim, count, failures, time.monotonic() - began)
 
 
-def merged(parts: list[Count]) -> Count:
-    """The count of a family from those of its shards."""
-    return Count(
-        parts[0].name,
-        parts[0].aim,
-        sum(part.run for part in parts),
-        [failure for part in parts for failure in part.failures],
-        sum(part.seconds for part in parts),
-    )
-
-
-def in_processes(names: list[str], scale: float, processes: int, limit: float) -> list[Count]:
-    """Runs the families in several processes, each of which makes a share of the trials of every one."""
-    with tempfile.TemporaryDirectory(prefix="purestep-soak-") as folder:
-        files = [Path(folder) / f"{shard}.jsonl" for shard in range(processes)]
-        given = ["--only", *names, "--scale", str(scale), "--limit", str(limit)]
-        shards = [
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.rigs.faults.soak", *given, "--shard", f"{at}/{processes}", str(file)]
-            )
-            for at, file in enumerate(files)
-        ]
-        for shard in shards:
-            shard.wait()
-        counts = [Count(*json.loads(line)) for file in files if file.exists() for line in file.read_text().splitlines()]
-    by_name = {name: [count for count in counts if count.name == name] for name in names}
-    return [merged(parts) for parts in by_name.values() if parts]
+def shared(pool: Executor, name: str, *, scale: float, processes: int, end: float) -> Count:
+    """Runs a family in several processes, each of which makes a share of its trials."""
+    shares = [pool.submit(soak, name, scale=scale, shard=at, shards=processes, end=end) for at in range(processes)]
+    parts = [share.result() for share in shares]
+    failures = [failure for part in parts for failure in part.failures]
+    seconds = sum(part.seconds for part in parts)
+    return Count(name, parts[0].aim, sum(part.run for part in parts), failures, seconds)
 
 
 def row(count: Count, when: str) -> str:
@@ -143,25 +124,15 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--scale", type=float, default=1.0, help="share of the full number of trials")
     parser.add_argument("--processes", type=int, default=1, help="that share the trials")
     parser.add_argument("--limit", type=float, default=120.0, help="minutes, after which no trial begins")
-    parser.add_argument("--shard", nargs=2, metavar=("1/2", "FILE"), help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def main() -> int:
     asked = parsed()
-    logging.disable(logging.WARNING)
-    if asked.shard is None and asked.processes > 1:
-        counts = in_processes(asked.only, asked.scale, asked.processes, asked.limit)
-    else:
-        at, shards = map(int, asked.shard[0].split("/")) if asked.shard else (0, 1)
-        counts, end = list[Count](), time.monotonic() + 60 * asked.limit
-        for name in asked.only:
-            counts.append(soak(name, scale=asked.scale, shard=at, shards=shards, end=end))
-            if asked.shard:
-                with Path(asked.shard[1]).open("a") as file:
-                    file.write(json.dumps(counts[-1]) + "\n")
-    if asked.shard:
-        return 0
+    end = time.monotonic() + 60 * asked.limit
+    with ProcessPoolExecutor(asked.processes, get_context("spawn"), logging.disable, (logging.WARNING,)) as pool:
+        how = {"scale": asked.scale, "processes": asked.processes, "end": end}
+        counts = [shared(pool, name, **how) for name in asked.only]
     when = measured()
     for count in counts:
         print(
@@ -170,7 +141,7 @@ def main() -> int:
     whole = [count for count in counts if count.run == count.aim and asked.scale == 1]
     if whole:
         PAGE.write_text(updated(PAGE.read_text(), {count.name: row(count, when) for count in whole}))
-    is_short = len(counts) < len(asked.only) or any(one.run < max(1, round(one.aim * asked.scale)) for one in counts)
+    is_short = any(one.run < max(1, round(one.aim * asked.scale)) for one in counts)
     return int(is_short or any(count.failures for count in counts))
 
 

@@ -224,7 +224,7 @@ def refusals(calls: Mapping[str, Callable[[], Any]]) -> dict[str, str]:
         try:
             found[name] = f"returned {call()}"
         except ps.errors.PurestepError as error:
-            found[name] = str(error)
+            found[name] = f"{type(error).__name__}: {error}"
     return found
 
 
@@ -639,28 +639,20 @@ def one_row(batchnorm: str) -> str:
     return ""
 
 
-def without_ways() -> str:
-    """The error of a step whose forward pass writes buffers that `distribute` has no way for."""
+def refused() -> dict[str, str]:
+    """The errors of a step whose forward pass writes buffers that `distribute` has no way for, and of a plan that has a
+    frozen layer."""
     with ps.parallel.start(timeout=60) as mesh:
         program = ps.distribute(counting(), mesh)
-        try:
-            program.train_step(program.init(seed=0), ps.parallel.share(vectors()[0], mesh))
-        except ps.errors.ConfigError as error:
-            return str(error)
-    return ""
-
-
-def frozen_in_a_plan() -> str:
-    """The error of a plan that has a frozen layer."""
+        found = refusals(
+            {"a buffer": lambda: program.train_step(program.init(seed=0), ps.parallel.share(vectors()[0], mesh))}
+        )
     with ps.parallel.start(timeout=60, tensor=2) as mesh:
         net = nn.Sequential(Perceptron(), Perceptron()).double().to(DEVICE)
         net[1].up.requires_grad_(requires_grad=False)
-        program = ps.program(net, ps.supervised(nn.MSELoss()), optim.sgd(0.1))
-        try:
-            ps.distribute(program, mesh, tensor=plan({"*.up": "ColwiseParallel", "*.down": "RowwiseParallel"}))
-        except ps.errors.ConfigError as error:
-            return str(error)
-    return ""
+        frozen = ps.program(net, ps.supervised(nn.MSELoss()), optim.sgd(0.1))
+        styles = plan({"*.up": "ColwiseParallel", "*.down": "RowwiseParallel"})
+        return found | refusals({"a plan": lambda: ps.distribute(frozen, mesh, tensor=styles)})
 
 
 LAYERS: dict[str, tuple[str, str, dict[str, int], dict[str, Any]]] = {

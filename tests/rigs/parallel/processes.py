@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import importlib
 import json
 import os
 import random
@@ -67,6 +68,7 @@ def run(
     *,
     args: Sequence[Any] = (),
     env: Mapping[str, str] | None = None,
+    own: Mapping[int, Mapping[str, str]] | None = None,
     timeout: float = 120,
     check: bool = True,
 ) -> list[Output]:
@@ -80,6 +82,7 @@ def run(
         world: the number of processes.
         args: JSON values for the function.
         env: variables in addition to torchrun's. ``{rank}`` in a value becomes the rank.
+        own: variables of single processes, by rank.
         timeout: seconds for all of them together.
         check: raise an AssertionError with the output of the first process that failed.
     """
@@ -93,9 +96,9 @@ def run(
     started: list[Child] = []
     try:
         for rank in range(world):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            own |= {key: value.replace("{rank}", str(rank)) for key, value in common.items()}
-            started.append(server.start(code, quick=True, **own))
+            variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), **((own or {}).get(rank) or {})}
+            variables |= {key: value.replace("{rank}", str(rank)) for key, value in common.items()}
+            started.append(server.start(code, quick=True, **variables))
         late = _wait(started, timeout)
     finally:
         ended = [_killed(child) for child in started]
@@ -109,6 +112,19 @@ def run(
         first = next((rank for rank in failed if outputs[rank].code > 0), failed[0])
         raise AssertionError(f"rank {first} of {failed} failed ({outputs[first].code}):\n{outputs[first].text[-6000:]}")
     return outputs
+
+
+def each(calls: Sequence[Sequence[Any]]) -> list[Any]:
+    """Call functions one after the other in this process, so that several tests share one start of the processes.
+
+    Args:
+        calls: "package.module:function" and its arguments, each.
+    """
+    found = list[Any]()
+    for target, *args in calls:
+        module, _, name = target.partition(":")
+        found.append(getattr(importlib.import_module(module), name)(*args))
+    return found
 
 
 def once(factory: pytest.TempPathFactory, name: str, compute: Callable[[], Any]) -> Any:

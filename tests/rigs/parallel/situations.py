@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Subset, TensorDataset, random_split
+from torch.utils.data import DataLoader, TensorDataset
 
 import purestep as ps
 from purestep import optim, schedules
@@ -150,24 +150,3 @@ def runs() -> dict[str, list[float]]:
             state, epochs = found[name]
             found[name] = [fitting.distance(wanted.state, state), float(abs(wanted.epochs - epochs))]
     return found
-
-
-def refusals() -> dict[str, str]:
-    """Errors of what several processes do not take, in this process."""
-    with ps.parallel.start(timeout=60, shard=2) as mesh:
-        one, rank = ps.distribute(fitting.program(), mesh, params="shard"), mesh.rank
-        split = random_split(fitting.dataset(), [30, 7], generator=torch.Generator().manual_seed(rank))
-        experts = ps.distribute(routed(), mesh, params="shard", units=["experts.*"])
-        batch = sorted_vectors()[0]
-        calls: dict[str, Callable[[], Any]] = {
-            "a part": lambda: fitting.fit(one, DataLoader(Subset(fitting.dataset(), range(rank, 36, 2)), 8)),
-            "a split": lambda: fitting.fit(one, tuple(DataLoader(part, 8) for part in split)),
-            "experts": lambda: experts.train_step(experts.init(), ps.parallel.share(batch, mesh)),
-            "a buffer": lambda: _stepped(ps.distribute(cases.counting(), mesh), batch, mesh),
-            "a mask": lambda: ps.parallel.share({"x": batch[0], "mask": torch.ones(4, 4)}, mesh),
-        }
-        return cases.refusals(calls)
-
-
-def _stepped(program: ps.Program, batch: Any, mesh: ps.parallel.Mesh) -> Any:
-    return program.train_step(program.init(), ps.parallel.share(batch, mesh))

@@ -2,79 +2,35 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import purestep as ps
-from rigs import forkserver
 
 from . import processes, snapshot_cases
 
-
-def group(function: str, world: int, *args: Any, plan: dict[int, str] | None = None, limit: float = 120) -> Any:
-    """Run a function of `snapshot_cases` in every process; returns how each ended, in the order of ranks.
-
-    Args:
-        function: its name.
-        world: the number of processes.
-        args: JSON values.
-        plan: rank -> failpoint.
-        limit: seconds.
-    """
-    port = str(processes.free_port())
-    code = (
-        "import json\n"
-        "from rigs.parallel import snapshot_cases\n"
-        f"print('result', json.dumps(snapshot_cases.{function}(*{list(args)!r})), flush=True)\n"
-    )
-    children = []
-    for rank in range(world):
-        own = {"PURESTEP_FAILPOINT": plan[rank]} if plan and rank in plan else {}
-        own |= processes.PLACE[processes.DEVICE]
-        children.append(
-            forkserver.shared().start(
-                code,
-                quick=True,
-                RANK=str(rank),
-                WORLD_SIZE=str(world),
-                MASTER_ADDR="127.0.0.1",
-                MASTER_PORT=port,
-                **own,
-            )
-        )
-    end = time.monotonic() + limit
-    while any(child.lives() for child in children) and time.monotonic() < end:
-        time.sleep(0.01)
-    late = [rank for rank, child in enumerate(children) if child.lives()]
-    for child in children:
-        if child.lives():
-            child.kill()
-    done = [child.wait() for child in children]
-    assert not late, f"ranks {late} did not end in {limit} s:\n" + "\n".join(f"{d.out}\n{d.err[-3000:]}" for d in done)
-    return done
+CASES = "rigs.parallel.snapshot_cases"
 
 
-def values(done: Any) -> list[Any]:
-    text = "\n".join(f"--- rank {rank}: {each.status}\n{each.out}{each.err[-3000:]}" for rank, each in enumerate(done))
-    assert not any(each.status for each in done), text
-    return [json.loads(each.out.splitlines()[-1].removeprefix("result ")) for each in done]
+def group(function: str, world: int, *args: Any, timeout: float = 120) -> list[Any]:
+    """What a function of `snapshot_cases` returns in every process, in the order of ranks."""
+    return [each.value for each in processes.run(f"{CASES}:{function}", world, args=args, timeout=timeout)]
 
 
 def killed(root: Path, world: int, rank: int, point: str) -> str | None:
     """Kill one process when it passes a point for the second time, or for the nth time (``"point@n"``); returns what is
     wrong afterwards."""
     name, _, times = point.partition("@")
-    done = group("save_three", world, str(root), plan={rank: f"{name}=kill@{times or 2}"})
-    text = "\n".join(f"--- {r}: {each.status}\n{each.out}{each.err[-1500:]}" for r, each in enumerate(done))
-    if done[rank].status != -signal.SIGKILL:
+    plan = {rank: {"PURESTEP_FAILPOINT": f"{name}=kill@{times or 2}"}}
+    done = processes.run(f"{CASES}:save_three", world, args=[str(root)], own=plan, check=False)
+    text = "\n".join(f"--- {r}: {each.code}\n{each.text[-3000:]}" for r, each in enumerate(done))
+    if done[rank].code != -signal.SIGKILL:
         return f"was not killed:\n{text}"
-    saved = max(int(line.split()[1]) for each in done for line in each.out.splitlines() if line.startswith("saved"))
+    saved = max(int(line.split()[1]) for each in done for line in each.text.splitlines() if line.startswith("saved"))
     for other, each in enumerate(done):
-        if other != rank and (each.status or f"process {rank} ended" not in each.out):
+        if other != rank and (each.code or f"process {rank} ended" not in each.text):
             return f"process {other} did not name process {rank}:\n{text}"
     reader = ps.Snapshots(root, writer=False)
     if not set(reader.steps()) <= {1, 2, 3} or saved not in reader.steps():

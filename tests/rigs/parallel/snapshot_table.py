@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rigs.faults import failpoints
 
-from .snapshot_groups import group, killed, values
+from .snapshot_groups import group, killed
 
 WORLDS = (1, 2, 3, 4)
 KINDS = ("shard", "replicate", "rules")
@@ -25,10 +25,10 @@ def square(kind: str) -> list[str]:
     rows: list[str] = []
     for writer in WORLDS:
         with tempfile.TemporaryDirectory() as folder:
-            expected = set(values(group("write", writer, folder, kind, limit=300)))
+            expected = set(group("write", writer, folder, kind, timeout=300))
             cells = []
             for reader in WORLDS:
-                found = set(values(group("read", reader, folder, kind, limit=300)))
+                found = set(group("read", reader, folder, kind, timeout=300))
                 cells.append("equal" if found == expected and len(expected) == 1 else "DIFFERS")
         rows.append(f"| {kind} | {writer} | {' | '.join(cells)} |")
         print(rows[-1], flush=True)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import purestep as ps
-from purestep import errors, optim, tree
+from purestep import optim, tree
 
 from . import cases, fitting
 from .fitting import alone, distance, gathered
@@ -30,19 +30,20 @@ def everything() -> dict[str, Any]:
         "rates": swept(),
         "refusals": refusals(),
         "handed out": handed_out(),
+        "split": split_by_tensor(),
     }
 
 
-def split_by_tensor() -> dict[str, float]:
-    """Processes of one model predict its rows once."""
-    plan = cases.plan(cases_columns())
+def split_by_tensor() -> float:
+    """Processes of one model predict its rows once: the difference from one process."""
+    plan = cases.plan({"*.up": "ColwiseParallel", "*.down": "RowwiseParallel"})
     rows = [batch[0] for batch in cases.vectors()]
     with ps.parallel.start(timeout=60, tensor=2) as mesh:
         program = ps.distribute(cases.perceptrons(), mesh, tensor=plan)
         found = ps.predict(program, program.init(), rows)
     with alone():
         plain = cases.perceptrons()
-        return {"far": float((found - ps.predict(plain, plain.init(), rows)).abs().max())}
+        return float((found - ps.predict(plain, plain.init(), rows)).abs().max())
 
 
 def threads_left(folder: str, kind: str) -> list[int]:
@@ -69,10 +70,6 @@ def threads_left(folder: str, kind: str) -> list[int]:
     found = [before, inside, count()]
     del held
     return found
-
-
-def cases_columns() -> dict[str, str]:
-    return {"*.up": "ColwiseParallel", "*.down": "RowwiseParallel"}
 
 
 # --- predict ----------------------------------------------------------------------------------------------------------
@@ -194,8 +191,8 @@ def refusals() -> dict[str, str]:
             "lbfgs": lambda: ps.distribute(_linear(optim.lbfgs()), mesh),
             "complex": lambda: ps.distribute(_linear(optim.sgd(0.1), torch.complex64), mesh),
         }
-        found = {name: _said(call) for name, call in calls.items()}
-    return found | {"without a mesh": _said(lambda: ps.predict(program, state, images))}
+        found = cases.refusals(calls)
+    return found | cases.refusals({"without a mesh": lambda: ps.predict(program, state, images)})
 
 
 def _linear(tx: optim.Transform, dtype: torch.dtype = torch.float32) -> ps.Program:
@@ -221,11 +218,3 @@ def handed_out() -> list[list[float]]:
 
 def _as_wide_as_its_rank(model: Any, inputs: Any) -> Any:
     return model(inputs)[:, : 2 + dist.get_rank()]
-
-
-def _said(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except errors.PurestepError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"

@@ -153,6 +153,11 @@ def model(family: str, name: str, **more: Any) -> nn.Module:
     return made(config)
 
 
+def pair(family: str, kind: str, **more: Any) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A model with the head of a kind, and a batch of four rows."""
+    return model(family, _classes(kind)[family], **more), HEADS[kind][1](4, torch.Generator().manual_seed(1))
+
+
 def small(kind: Any) -> dict[str, Any]:
     """Those of `SMALL` that a class of configurations has, in its own types."""
     usual = kind()
