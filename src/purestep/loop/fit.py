@@ -179,7 +179,7 @@ class _Run:
         decisions.check_data(mesh, feeds)
         self.config, self.feeds, self.callbacks = config, feeds, callbacks
         self.view = inputs.view_to_evaluate(self.state, config)
-        self.monitor = policy.monitor(config, feeds.evaluation, feeds.train.count)
+        self.monitor = policy.monitor(config, feeds.evaluation)
         window = program.static.accumulate if program.static else 1
         start = resume.starting_point(self.state, snapshots, config, feeds.train)
         self.state, loop, self.is_resumed = start.state, start.loop, start.is_resumed
@@ -286,7 +286,6 @@ class _Run:
         self._flush()
         self._settle(wait=True)
         files.failpoint("loop.epoch")
-        self.schedule.warn_of_length(self.loop)
         policy.warn_of_no_update(self.loop)
         loop = self.loop.next_epoch()
         self._boundary(loop, self.schedule.at_end(loop))
