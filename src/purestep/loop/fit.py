@@ -15,13 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import data, events, files, parallel
 from ..compile import LiveState, MetricVector, as_dict, eager_program, is_compiled, released, set_batch_sizes, states
-from ..errors import (
-    NonFiniteError,
-    PurestepError,
-    SnapshotError,
-    StateError,
-    StepContractError,
-)
+from ..errors import NonFiniteError, SnapshotError, StateError, StepContractError
 from ..metrics import handed_out
 from ..snapshot import Snapshots
 from ..state import views
@@ -528,23 +522,15 @@ class _Run:
             _log.warning("the last state is not saved: %s: %s", type(second).__name__, second)
 
     def _lose_donated(self, error: BaseException) -> None:
-        """Drop a donated state that a failed step has overwritten, and name the snapshot to go on from."""
-        parts = [part for part in states(self.state) if isinstance(part, LiveState) and part.live_store is not None]
-        for part in parts:
-            store = part.live_store
+        """Drop a donated state that a failed step has overwritten, and name the snapshots to go on from."""
+        for part in states(self.state):
+            store = part.live_store if isinstance(part, LiveState) else None
             if store is not None and store.generation == part.live_generation:
                 store.begin()  # whoever holds this state gets an error from here on, instead of numbers
         self.state = None
-        place = "go on from the last snapshot" if self.decisions.rank else "no snapshot has an earlier one"
-        snapshots = self.checkpointer.snapshots if self.decisions.rank == 0 else None
-        if snapshots is not None:
-            try:
-                snapshots.wait()
-            except PurestepError as failed:
-                _log.warning("the last snapshot is not saved: %s", failed)
-            if (found := snapshots.latest()) is not None:
-                path = snapshots.directory / str(found)
-                place = f"the snapshot {path} has the last one, from which the same call of fit goes on"
+        place, directory = "no snapshot has an earlier one", self.checkpointer.directory
+        if directory is not None:
+            place = f"the same call of fit goes on from the last snapshot in {directory}, if there is one"
         call = self.loop.calls + 1
         note = f"the state was donated at step {call}, which failed and may have written half of it: {place}"
         error.add_note(note)
