@@ -20,7 +20,7 @@ from ..types import Metrics, TrainState, Tree
 from . import metric_queue
 from .loop_state import Call, Cell, LoopState, cell
 from .metric_queue import CallMetrics, MetricQueue, Totals
-from .nonfinite_steps import can_halt, check_windows, halt_error
+from .nonfinite_steps import can_halt, halt_error, halt_spoilt
 
 if TYPE_CHECKING:
     from .policy import Monitor
@@ -77,8 +77,8 @@ class Accounting:
         """
         arrived = self._queue.arrived(wait=wait)
         settled = self._count(arrived, loop, state) if arrived else loop
-        if wait and self._halts:
-            check_windows(state)
+        if wait and self._halts and (error := halt_error(halt_spoilt(state))):
+            raise error
         if wait and self._queue.kinds:  # a resumed run that has made no call yet does not know the classes
             settled = settled._replace(computed=metric_queue.computed_of(settled.interval, self._queue.kinds))
         return settled
