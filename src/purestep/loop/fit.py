@@ -361,11 +361,11 @@ class _Run:
 
     def _count(self, call: Call, metrics: Metrics | MetricVector, batch: Any) -> None:
         """Hand the metrics of a call to the accounts and the callbacks, and take in what is due of earlier ones."""
-        outputs: dict[str, Any] = {}
-        if not isinstance(metrics, MetricVector):  # which has none
-            outputs, metrics = handed_out.outputs(metrics), handed_out.measured(metrics)
         self.accounting.add(call, metrics, self.loop, batch)
         if call.closing and self.callbacks.has_callbacks:
+            outputs: dict[str, Any] = {}
+            if not isinstance(metrics, MetricVector):  # which has none
+                outputs, metrics = handed_out.outputs(metrics), handed_out.measured(metrics)
             updates = self.loop.updates_at_most
             event = events.StepEnd(self.state, as_dict(metrics), batch, call.epoch, call.batch, updates, outputs)
             self.state, self.loop = self._with_answers(self.state, self.loop, self.callbacks.ask(event))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from .. import metrics as metrics_
 from ..compile import MetricVector, as_dict
 from ..errors import StepContractError
+from ..metrics import handed_out
 from ..state import base_name, entry_name, vector_name
 from ..types import Mean, Metrics
 
@@ -78,17 +79,23 @@ class _Copy(NamedTuple):
 
 
 class MetricQueue:
-    """A queue of metrics on their way to the host."""
+    """A queue of metrics on their way to the host. Metrics with other names or classes than before are checked.
 
-    def __init__(self) -> None:
+    Args:
+        where: the step, for messages.
+    """
+
+    def __init__(self, where: str = "train_step") -> None:
         self.kinds: Kinds = {}
+        self._where = where
+        self._known: set[Any] = set()  # names and classes of metrics that are checked
         self._calls = 0
         self._waiting: list[tuple[Any, Metrics | MetricVector]] = []  # for the start of their copy
         self._copies: deque[_Copy] = deque()
 
     def add(self, tag: Any, metrics: Metrics | MetricVector) -> None:
         """Put in the metrics of a call."""
-        self._waiting.append((tag, metrics))
+        self._waiting.append((tag, metrics if isinstance(metrics, MetricVector) else handed_out.measured(metrics)))
         self._calls += 1
         if len(self._waiting) == EVERY:
             self.start_copy()
@@ -108,9 +115,12 @@ class MetricQueue:
         self._copies.append(_Copy(tags, columns, numbers, event, self._calls + (0 if event is None else LAG)))
 
     def _packed(self, waiting: list[Metrics]) -> tuple[Tensor, list[Columns]]:
-        check_devices(waiting, where="metrics")  # those of a compiled step are not checked before
         for metrics in waiting:
-            self.kinds |= {name: type(mean) for name, mean in metrics.items() if type(mean) is not Mean}
+            kind = tuple((name, type(mean)) for name, mean in metrics.items())
+            if kind not in self._known:
+                check_metrics(metrics, where=self._where)
+                self._known.add(kind)
+                self.kinds |= {name: one for name, one in kind if one is not Mean}
         parts = [part for metrics in waiting for mean in metrics.values() for part in (mean[0], mean[1])]
         kinds = {(part.dim(), part.dtype) for part in parts}
         are_scalars = len(kinds) == 1 and parts[0].dim() == 0
@@ -150,23 +160,49 @@ class MetricQueue:
             add_to(sums, calls)
 
 
-def check_devices(calls: Sequence[Metrics], *, where: str) -> None:
-    """Check that all totals and weights are on one device, since they are copied together.
+def check_metrics(metrics: Any, *, where: str) -> None:
+    """Check that the metrics of a step are a dict of Means, on one device, since they are copied together.
 
     Raises:
-        StepContractError: with a metric on each of the devices.
+        StepContractError: they are not, they are on several devices, or one has a reserved name.
     """
-    if len({part.device for metrics in calls for mean in metrics.values() for part in (mean[0], mean[1])}) < 2:
-        return
+    wrong = {"": metrics} if not isinstance(metrics, dict) else {k: v for k, v in metrics.items() if not _is_mean(v)}
+    for name, value in wrong.items():
+        kind = type(value).__name__
+        if isinstance(value, Mean):
+            kind += (
+                f" of a {type(value.total).__name__} and a {type(value.weight).__name__}, not two real tensors alike"
+            )
+        raise StepContractError(
+            f"metric {name!r} is a {kind}" if isinstance(metrics, dict) else f"the step returned a {kind}",
+            where=where,
+            hint="{name: ps.Mean(total, weight)}, two tensors",
+        )
+    entries = (name for name, value in metrics.items() if type(value) is Mean and vector_name(str(name)))
+    if entry := next(entries, None):  # a metric of a subclass has one name for each member of an ensemble
+        raise StepContractError(
+            f"metric {entry!r} has the name of an entry of a metric that is a vector", where=where, hint="another name"
+        )
     places: dict[torch.device, str] = {}
-    for name, mean in (item for metrics in calls for item in metrics.items()):
+    for name, mean in metrics.items():
         places.setdefault(mean.total.device, f"the total of {name!r}")
         places.setdefault(mean.weight.device, f"the weight of {name!r}")
-    raise StepContractError(
-        f"metrics are on several devices: {', '.join(f'{what} on {device}' for device, what in places.items())}",
-        where=where,
-        hint="make all of them on the device of the batch: ps.Mean(total, torch.tensor(8.0, device=total.device))",
-    )
+    if len(places) > 1:
+        raise StepContractError(
+            f"metrics are on several devices: {', '.join(f'{what} on {device}' for device, what in places.items())}",
+            where=where,
+            hint="make all of them on the device of the batch: ps.Mean(total, torch.tensor(8.0, device=total.device))",
+        )
+
+
+def _is_mean(value: Any) -> bool:
+    known = isinstance(value, Mean) and _is_real(value.total) and _is_real(value.weight)
+    return known and value.total.numel() == value.weight.numel()
+
+
+def _is_real(value: Any) -> bool:
+    plain = isinstance(value, Tensor) and value.layout is torch.strided and value.device.type != "meta"
+    return plain and not (value.is_complex() or value.is_quantized or value.is_nested)
 
 
 def _columns(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> Columns:
