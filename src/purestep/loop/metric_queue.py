@@ -11,7 +11,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
+from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .. import metrics as metrics_
-from ..compile import MetricVector, as_dict
+from ..compile import MetricVector
 from ..errors import StepContractError
 from ..metrics import handed_out
 from ..state import base_name, entry_name, vector_name
@@ -72,8 +73,8 @@ class _Copy(NamedTuple):
     """Packed metrics on their way to the host."""
 
     tags: list[Any]
-    columns: list[Columns]  # one per call
-    numbers: Tensor  # shape=(n,), one call after the other
+    columns: Columns
+    numbers: Tensor  # shape=(calls, n)
     event: Any  # torch.cuda.Event, or None if the copy is complete
     read_at: int  # the call
 
@@ -101,39 +102,24 @@ class MetricQueue:
             self.start_copy()
 
     def start_copy(self) -> None:
-        """Start to copy all metrics that wait for it."""
-        if not self._waiting:
-            return
-        tags, waiting = [tag for tag, _ in self._waiting], [metrics for _, metrics in self._waiting]
-        self._waiting = []
-        if all(type(metrics) is MetricVector for metrics in waiting):
-            vectors = cast("list[MetricVector]", waiting)
-            packed, columns = torch.cat([one.numbers for one in vectors]), [one.columns for one in vectors]
-        else:
-            packed, columns = self._packed([as_dict(metrics) for metrics in waiting])
-        numbers, event = _to_host(packed)
-        self._copies.append(_Copy(tags, columns, numbers, event, self._calls + (0 if event is None else LAG)))
+        """Start to copy all metrics that wait for it: those of consecutive calls with the same columns together."""
+        waiting, self._waiting = self._waiting, []
+        for columns, group in itertools.groupby(waiting, key=lambda entry: self._columns_of(entry[1])):
+            tags, calls = zip(*group, strict=True)
+            numbers, event = _to_host(_packed(calls).view(len(tags), -1))
+            read_at = self._calls + (0 if event is None else LAG)
+            self._copies.append(_Copy(list(tags), columns, numbers, event, read_at))
 
-    def _packed(self, waiting: list[Metrics]) -> tuple[Tensor, list[Columns]]:
-        for metrics in waiting:
-            kind = tuple((name, type(mean)) for name, mean in metrics.items())
-            if kind not in self._known:
-                check_metrics(metrics, where=self._where)
-                self._known.add(kind)
-                self.kinds |= {name: one for name, one in kind if one is not Mean}
-        parts = [part for metrics in waiting for mean in metrics.values() for part in (mean[0], mean[1])]
-        kinds = {(part.dim(), part.dtype) for part in parts}
-        are_scalars = len(kinds) == 1 and parts[0].dim() == 0
-        if are_scalars:
-            packed = torch.stack(parts)
-        else:
-            packed = torch.cat([part.detach().reshape(-1).to(torch.float64) for part in parts] or [torch.zeros(0)])
-        sizes = [
-            tuple((name, () if are_scalars else tuple(mean[0].shape)) for name, mean in metrics.items())
-            for metrics in waiting
-        ]
-        columns = {size: _columns(size) for size in set(sizes)}
-        return packed, [columns[size] for size in sizes]
+    def _columns_of(self, metrics: Metrics | MetricVector) -> Columns:
+        """The columns of packed metrics: for each mean its totals, then its weights."""
+        if isinstance(metrics, MetricVector):
+            return metrics.columns
+        kind = tuple((name, type(mean)) for name, mean in metrics.items())
+        if kind not in self._known:
+            check_metrics(metrics, where=self._where)
+            self._known.add(kind)
+            self.kinds |= {name: one for name, one in kind if one is not Mean}
+        return _columns(tuple((name, tuple(mean[0].shape)) for name, mean in metrics.items()))
 
     def is_due(self) -> bool:
         """True if a copy is to be read now."""
@@ -151,7 +137,7 @@ class MetricQueue:
             copy = self._copies.popleft()
             if copy.event is not None:
                 copy.event.synchronize()
-            arrived += _by_call(copy)
+            arrived.append(CallMetrics(copy.tags, copy.columns, copy.numbers.tolist()))
         return arrived
 
     def add_to(self, sums: Totals, *, wait: bool) -> None:
@@ -205,8 +191,8 @@ def _is_real(value: Any) -> bool:
     return plain and not (value.is_complex() or value.is_quantized or value.is_nested)
 
 
-def _columns(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> Columns:
-    """Return the columns of numbers that were packed mean by mean: totals, then weights."""
+@cache
+def _columns(shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> Columns:
     columns: list[tuple[str, int, int]] = []
     start = 0
     for name, shape in shapes:
@@ -218,6 +204,17 @@ def _columns(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> Columns:
     return tuple(columns)
 
 
+def _packed(calls: Sequence[Metrics | MetricVector]) -> Tensor:
+    """The numbers of calls with the same columns in one vector."""
+    if isinstance(calls[0], MetricVector):
+        return torch.cat([cast(MetricVector, one).numbers for one in calls])
+    parts = [part for one in calls for mean in cast(Metrics, one).values() for part in (mean[0], mean[1])]
+    kinds = {(part.dim(), part.dtype) for part in parts}
+    if len(kinds) == 1 and parts[0].dim() == 0:
+        return torch.stack(parts)
+    return torch.cat([part.detach().reshape(-1).to(torch.float64) for part in parts] or [torch.zeros(0)])
+
+
 def _to_host(numbers: Tensor) -> tuple[Tensor, Any]:
     if numbers.device.type != "cuda":
         return numbers.cpu(), None
@@ -226,18 +223,6 @@ def _to_host(numbers: Tensor) -> tuple[Tensor, Any]:
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(numbers.device))
     return host, event
-
-
-def _by_call(copy: _Copy) -> list[CallMetrics]:
-    numbers, start = copy.numbers.tolist(), 0
-    found: list[CallMetrics] = []
-    for tag, columns in zip(copy.tags, copy.columns, strict=True):
-        if not found or found[-1].columns is not columns:
-            found.append(CallMetrics([], columns, []))
-        found[-1].tags.append(tag)
-        found[-1].numbers.append(numbers[start : start + 2 * len(columns)])
-        start += 2 * len(columns)
-    return found
 
 
 def add_to(sums: Totals, calls: CallMetrics) -> None:
