@@ -106,7 +106,7 @@ class MetricQueue:
         waiting, self._waiting = self._waiting, []
         for columns, group in itertools.groupby(waiting, key=lambda entry: self._columns_of(entry[1])):
             tags, calls = zip(*group, strict=True)
-            numbers, event = _to_host(_packed(calls).view(len(tags), -1))
+            numbers, event = _to_host(_packed(calls).view(len(tags), 2 * len(columns)))
             read_at = self._calls + (0 if event is None else LAG)
             self._copies.append(_Copy(list(tags), columns, numbers, event, read_at))
 
