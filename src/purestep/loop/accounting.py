@@ -88,7 +88,6 @@ class Accounting:
         interval, line = dict(loop.interval), dict(loop.line)
         sums = (interval, line) if self._log_every else (interval,)
         for calls in arrived:
-            self._warn_of_loss(calls)
             begun = 0
             for index, applied in enumerate(calls.applied()):
                 call: Call = calls.tags[index]
@@ -106,23 +105,21 @@ class Accounting:
                     self.lines.append(self._line(call, updates, line, last))
                     line.clear()
             _sum(calls.part(begun), sums, last, self.rates)
+            self._warn_of_loss(calls.tags[-1], interval)
         self._release(arrived, state)
         return loop._replace(updates=updates, pending=pending, interval=interval, line=line, last=last)
 
-    def _warn_of_loss(self, calls: CallMetrics) -> None:
+    def _warn_of_loss(self, call: Call, sums: Totals) -> None:
         """Warn once if a step without a TrainState returns a loss that is not finite. Its author may intend that."""
-        if self._halts or self._warned:
+        total, weight = sums.get("loss", (0.0, 0.0))
+        if self._halts or self._warned or not weight or math.isfinite(total):
             return
-        for call, (total, weight) in zip(calls.tags, calls.pairs("loss"), strict=False):
-            if weight and not math.isfinite(total):
-                self._warned = True
-                _log.warning(
-                    "the loss is %g at %s, and the step has no TrainState that would halt at it: the run goes on "
-                    "(cure: in the step, keep the old state where the loss is not finite; or a callback that returns "
-                    "ps.Stop)",
-                    *(total / weight, call.place),
-                )
-                return
+        self._warned = True
+        _log.warning(
+            "the loss is %g up to %s, and the step has no TrainState that would halt at it: the run goes on (cure: in "
+            "the step, keep the old state where the loss is not finite; or a callback that returns ps.Stop)",
+            *(total / weight, call.place),
+        )
 
     def window(self, number: int) -> list[tuple[Call, Any]]:
         """Return the calls, with their batches, of the update that halted at this call (as the state counts)."""

@@ -54,11 +54,6 @@ class CallMetrics(NamedTuple):
         row = self.numbers[index]
         return {name: (row[total], row[weight]) for name, total, weight in self.columns}
 
-    def pairs(self, name: str) -> list[tuple[float, float]]:
-        """Return total and weight of a metric in every call; an empty list if there is no such metric."""
-        at = next(((total, weight) for known, total, weight in self.columns if known == name), None)
-        return [] if at is None else [(row[at[0]], row[at[1]]) for row in self.numbers]
-
     def applied(self) -> list[float]:
         """Return for every call whether an update was applied, by some member of an ensemble at least."""
         at = [total for name, total, _ in self.columns if base_name(name) == "applied"]
