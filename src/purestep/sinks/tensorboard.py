@@ -25,8 +25,11 @@ class TensorBoard:
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, FitStart):
+            self.close()
             # TensorBoard ignores the points that a killed run wrote after its last snapshot, or without one.
-            self._open(event.updates + 1 if event.resumed else 0)
+            purge_step = event.updates + 1 if event.resumed else 0
+            self._writer = self._make(str(self.directory), purge_step=purge_step)
+            self._written = {}
         elif isinstance(event, (Logged, EpochEnd)):
             for tag, value in points(event).items():
                 last, self._written[tag] = self._written.get(tag, -1), event.updates
@@ -34,12 +37,6 @@ class TensorBoard:
                     self._writer.add_scalar(tag, value, event.updates)
         elif isinstance(event, FitEnd):
             self.close()
-
-    def _open(self, purge_step: int) -> None:
-        """Begin an event file that voids earlier points at and after ``purge_step``."""
-        self.close()
-        self._writer = self._make(str(self.directory), purge_step=purge_step)
-        self._written = {}
 
     def close(self) -> None:
         """Flush and close the event file."""
