@@ -169,8 +169,7 @@ class _Run:
         mesh: parallel.Mesh | None,
     ) -> None:
         """Take the state and the position of an interrupted run, if there is one, and open the other parts."""
-        decisions.check_alike(mesh, lambda: decisions.facts_of(self.state, program, config))
-        decisions.check_data(mesh, feeds)
+        decisions.check_alike(mesh, lambda: decisions.facts_of(self.state, program, config, feeds))
         self.config, self.feeds, self.callbacks = config, feeds, callbacks
         self.view = inputs.view_to_evaluate(self.state, config)
         self.monitor = policy.monitor(config, feeds.evaluation)
