@@ -279,8 +279,8 @@ def _check_rates(call: Call, values: Totals) -> None:
 
 def with_best(row: Mapping[str, Cell], monitor: Monitor, members: int) -> dict[str, Cell]:
     """Add ``val_loss[best]``, the best of ``val_loss[0]``, ``val_loss[1]``, ..., for every metric of a row whose name
-    says if small values are good, and for the monitored one. An ensemble of one member has ``val_loss``
-    as ``val_loss[0]`` too.
+    says if small values are good, and for the monitored one. An ensemble of one member has the columns of one
+    model.
 
     Args:
         row: of the history.
@@ -288,9 +288,6 @@ def with_best(row: Mapping[str, Cell], monitor: Monitor, members: int) -> dict[s
         members: of the ensemble; 0 for a program of one model.
     """
     found = dict(row)
-    if members == 1:  # whose metrics are vectors of one number, which have the name of a number
-        whole = {name for name in row if entry_name(name, 0) not in row and not name.endswith("]")} - {"epoch", "step"}
-        found |= {entry_name(name, 0): row[name] for name in row if name in whole}
     for name in row if members else ():
         entries = [cell(found.get(entry_name(name, index))) for index in range(members)]
         known = [value for value in entries if value is not None]
