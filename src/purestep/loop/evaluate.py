@@ -132,6 +132,7 @@ def eval_means(
     carried: Params = {}
     if carrying is not None:
         carried = {name: value.to(state.buffers[name]) for name, value in carrying.start.items()}
+    result: Any
     for index, batch in enumerate(batches):
         try:
             if carrying is not None:

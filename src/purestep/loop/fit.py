@@ -523,9 +523,10 @@ class _Run:
     def _lose_donated(self, error: BaseException) -> None:
         """Drop a donated state that a failed step has overwritten, and name the snapshots to go on from."""
         for part in states(self.state):
-            store = part.live_store if isinstance(part, LiveState) else None
-            if store is not None and store.generation == part.live_generation:
-                store.begin()  # whoever holds this state gets an error from here on, instead of numbers
+            if not isinstance(part, LiveState) or part.live_store is None:
+                continue
+            if part.live_store.generation == part.live_generation:
+                part.live_store.begin()  # whoever holds this state gets an error from here on, instead of numbers
         self.state = None
         place, directory = "no snapshot has an earlier one", self.checkpointer.directory
         if directory is not None:
