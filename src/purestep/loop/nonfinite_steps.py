@@ -184,13 +184,8 @@ def _collecting(program: Program, grads: Params) -> Any:
 
 
 def _window_start(frozen: TrainState, window: list[tuple[Call, Any]], accumulate: int) -> TrainState:
-    """Return the frozen state as it was before the first call of the window, as far as gradients depend on it.
-
-    Args:
-        frozen: before the call that ended the window.
-        window: the calls that are known.
-        accumulate: calls in a window.
-    """
+    """Return the frozen state, from before the call that ended the window, as it was before the first known call of the
+    window, as far as gradients depend on it."""
     end = window[-1][0]
     earlier = end.number - window[0][0].number
     before = frozen._replace(step=frozen.step - earlier, key=frozen.key - torch.tensor([0, earlier]))
@@ -241,13 +236,8 @@ def _explained(
 
 
 def explain_from(error: NonFiniteError, bad: list[list[str] | None], where: str) -> NonFiniteError:
-    """Return an error that names the leaves of batches that are not finite, by process.
-
-    Args:
-        error: of a halted state.
-        bad: for each process, its leaves; None if its batches are unknown.
-        where: the place in the data, "" if it is unknown.
-    """
+    """Return an error that names the leaves of batches that are not finite, by process. ``bad`` has those of each
+    process, None if its batches are unknown."""
     texts = [f"process {rank}: {', '.join(leaves[:_SHOWN])}" for rank, leaves in enumerate(bad) if leaves]
     cause = f"; not finite in {'; '.join(texts)}" if texts else "; the batches of all processes are finite now"
     if not texts and None in bad:

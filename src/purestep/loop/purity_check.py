@@ -42,12 +42,7 @@ class PurityCheck:
 
     def __call__(self, state: Tree, batch: Any, place: str) -> tuple[Tree, Metrics] | None:
         """Return the result of the eager step; None if the memory is too small to check it, or if a step that the run
-        uses compiled fails in eager mode.
-
-        Args:
-            state: stays as it is, like the batch.
-            batch: of the step.
-            place: of the batch, for messages.
+        uses compiled fails in eager mode. ``place`` is that of the batch, for messages.
 
         Raises:
             StepContractError: the step is not pure; with the kind of impurity and the leaf.
