@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import purestep as ps
 from purestep import events, metrics, optim, schedules
+from purestep.compile import MetricVector
 from purestep.errors import ConfigError, DataError, NonFiniteError, StateError, StepContractError
 from purestep.loop import metric_queue
 from purestep.loop.loop_state import LoopState, from_json, to_json, with_row
@@ -498,6 +499,15 @@ def test_sums_are_the_same_bits_whatever_arrives_together(every: int, monkeypatc
     for rows in late:
         add_to(found, rows)
     assert found == expected
+
+
+def test_vectors_of_a_compiled_step_and_means_of_a_flush_are_copied_apart() -> None:
+    queue, found = MetricQueue(), {}
+    columns = (("loss", 0, 1),)
+    queue.add(1, MetricVector(torch.tensor([3.0, 1.0]), columns))
+    queue.add(2, {"loss": ps.Mean(torch.tensor(5.0), torch.tensor(2.0))})
+    queue.add_to(found, wait=True)
+    assert found == {"loss": (8.0, 3.0)}
 
 
 def test_a_copy_from_a_device_is_read_a_fixed_number_of_calls_after_it_began(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,7 +99,8 @@ class MetricQueue:
     def start_copy(self) -> None:
         """Start to copy all metrics that wait for it: those of consecutive calls with the same columns together."""
         waiting, self._waiting = self._waiting, []
-        for columns, group in itertools.groupby(waiting, key=lambda entry: self._columns_of(entry[1])):
+        kinds = itertools.groupby(waiting, key=lambda entry: (type(entry[1]), self._columns_of(entry[1])))
+        for (_, columns), group in kinds:
             tags, calls = zip(*group, strict=True)
             numbers, event = _to_host(_packed(calls).view(len(tags), 2 * len(columns)))
             read_at = self._calls + (0 if event is None else LAG)
