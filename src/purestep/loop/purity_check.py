@@ -52,7 +52,13 @@ class PurityCheck:
         self.next_call = self.next_call + step if step else sys.maxsize
         state = plain(state)
         try:
-            result = self._observe(state, batch)
+            with passes.checking():
+                result = purity.observe(
+                    lambda: check_pair(self._step(state, batch)),
+                    {"state": state, "batch": batch},
+                    again=lambda: check_pair(self._reach.step(state, batch)),
+                    leaks=self._made == 1,
+                )
             self._reach.check(state, result[1])
         except purity.Impure as error:
             where = f"train_step, {place}" + (f", {error.where}" if error.where != "step" else "")
@@ -67,15 +73,6 @@ class PurityCheck:
             if self._compiled and torch.cuda.is_initialized():
                 torch.cuda.empty_cache()  # eager activations are larger than those of a graph
         return result
-
-    def _observe(self, state: Tree, batch: Any) -> tuple[Tree, Metrics]:
-        with passes.checking():
-            return purity.observe(
-                lambda: check_pair(self._step(state, batch)),
-                {"state": state, "batch": batch},
-                again=lambda: check_pair(self._reach.step(state, batch)),
-                leaks=self._made == 1,
-            )
 
     def _unchecked(self) -> None:
         _log.info("the step is not checked: it does not run in eager mode, or not within the memory of the device")
@@ -112,8 +109,11 @@ class _GradientReach:
         Raises:
             Impure: no parameter has a gradient.
         """
-        if not self._known or self._calls == FIRST or not _has_loss(metrics):
+        if not self._known or self._calls == FIRST:
             return
+        loss = metrics.get("loss")
+        if loss is None or not ((loss.total != 0) & (loss.weight != 0)).any():
+            return  # the batch has no targets, or no loss to learn from
         self._calls += 1
         if self._calls < FIRST:
             return
@@ -129,9 +129,3 @@ class _GradientReach:
 
 def _few(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
-
-
-def _has_loss(metrics: Metrics) -> bool:
-    """True if the batch has targets and a loss to learn from."""
-    loss = metrics.get("loss")
-    return loss is not None and bool(((loss.total != 0) & (loss.weight != 0)).any())
