@@ -22,7 +22,7 @@ class TestAssertPure:
     @pytest.mark.parametrize(
         ("step", "message"),
         [
-            (lambda s, b: clean(s, b)[0], r"step: the step returned a dict \(cure: return \(state, metrics"),
+            (lambda s, b: clean(s, b)[0], r"step: the step returned a dict \(cure: return \(state, "),
             (lambda s, b: None, "step: the step returned a NoneType"),
             (lambda s, b: (*clean(s, b), 1), "step: the step returned a tuple"),
         ],

@@ -31,10 +31,8 @@ class EarlyStopping:
             this many in a row without improvement.
         min_delta: the amount by which a value must beat the last value that reset the patience, at least 0, in the
             units of the monitored value. It does not affect the best value, which is any strict improvement.
-        start_ratio: the share of the run (of its epochs or updates, whichever limit is nearer) before the first epoch
-            counts, in [0, 1]. It is rounded down to whole epochs if the metric is not measured inside of epochs, or if
-            the number of batches is unknown before an epoch ends. The number is known for lists and for loaders over a
-            dataset with indices; ``len`` of another loader is only a hint.
+        start_ratio: the share of the run (of its whole epochs or updates, whichever limit is nearer) before the first
+            epoch counts, in [0, 1]; rounded down.
 
     Raises:
         ConfigError: a number is out of its range.
@@ -104,8 +102,8 @@ class Record(NamedTuple):
             rule: early stopping, or None to track only the best value.
             total_epochs: planned epochs; needed only with ``start_ratio``. It may change at a resume, because every
                 call computes the start from it.
-            passed: the progress in the unit of ``total_epochs``, if ``epoch`` counts evaluations. The unit may be
-                batches or updates, so that the start may be inside of an epoch. None: ``epoch``.
+            passed: the progress in the unit of ``total_epochs``, which may be updates, if ``epoch`` counts evaluations.
+                None: ``epoch``.
 
         Raises:
             ConfigError: ``start_ratio`` is set and the number of epochs is unknown.

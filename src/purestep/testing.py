@@ -17,6 +17,7 @@ from .diagnostics import purity, repeated
 from .diagnostics import replay as replay_
 from .errors import ConfigError, Mismatch, StepContractError
 from .files import local_path
+from .loop import pair_of
 from .torch_ext import tensor_layout
 from .types import Metrics, Program, Tree
 
@@ -52,7 +53,7 @@ def assert_pure(step: Callable[..., Any], state: Tree, batch: Any, *context: Any
     state = plain(state)  # the state of a donated step is of another type, which a step does not return
     parts = {"state": state, "batch": batch, "context": context}
     try:
-        purity.observe(lambda: _pair(step(state, batch, *context)), parts)
+        purity.observe(lambda: pair_of(step(state, batch, *context)), parts)
     except purity.Impure as found:
         raise StepContractError(found.what, where=found.where, hint=found.hint) from None
 
@@ -312,11 +313,3 @@ def _through(program: Program, state: Tree, batches: Sequence[Any]) -> Tree:
     for batch in batches:
         state, _ = program.train_step(state, batch)
     return state
-
-
-def _pair(result: Any) -> tuple[Tree, Any]:
-    if not isinstance(result, tuple) or len(result) != 2:
-        raise StepContractError(
-            f"the step returned a {type(result).__name__}", where="step", hint="return (state, metrics)"
-        )
-    return result

@@ -237,9 +237,8 @@ def test_row_54_what_is_written_into_a_packed_state_is_found(
 ) -> None:
     program = ps.compile_program(mlp(ema=0.9), backend="aot_eager", donate=donate)
     callback = at(events.StepEnd, 2, lambda event: write(event.state))
-    with pytest.raises(StateError, match=f"^{where}: a callback wrote") as caught:
+    with pytest.raises(StateError, match=f"^{where}{'' if where == 'key' else ' or one of 3 more'}: a callback wrote"):
         fit(program.init(), batches(3), program, epochs=1, callbacks=[callback])
-    assert ("or one of 3 more that lie in one tensor" in str(caught.value)) == (where != "key")
 
 
 def test_row_54_fails_where_nobody_knows_where_a_packed_state_lies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,7 +287,7 @@ def test_row_54_fails_where_an_unscored_epoch_is_taken_for_done(
 
 
 def test_row_54_fails_where_nobody_looks_at_what_callbacks_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(callbacks, "_check_untouched", lambda state, memory, before: None)
+    monkeypatch.setattr(callbacks.purity, "version", lambda leaf: 0)
     fails(test_row_54_only_a_returned_state_counts)
 
 

@@ -419,9 +419,9 @@ def after(calls: int) -> Any:
 @pytest.mark.row("F48")
 @pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
 def test_row_48_a_donated_step_that_fails_half_way(kind: type[BaseException], tmp_path: Any) -> None:
-    """The fifth of three an epoch: the snapshot of the third is named."""
+    """The fifth of three an epoch: the directory of the snapshots is named."""
     sources: list[tuple[dict[str, Any], str]] = [
-        ({"snapshots": tmp_path}, f"the snapshot {tmp_path / '3'} has the last one"),
+        ({"snapshots": tmp_path}, f"goes on from the last snapshot in {tmp_path}"),
         ({}, "no snapshot has an earlier one"),
     ]
     for fields, told in sources:

@@ -224,7 +224,7 @@ def test_the_console_names_the_view(capsys: pytest.CaptureFixture[str]):
         (0.99, {"fast_dev_run": True}, False),
     ],
 )
-def test_a_run_too_short_for_its_average_says_so_once(
+def test_a_run_too_short_for_its_average_says_so(
     average: Any, limits: dict[str, Any], is_short: bool, caplog: pytest.LogCaptureFixture
 ):
     program = mlp(ema=average)
@@ -235,31 +235,7 @@ def test_a_run_too_short_for_its_average_says_so_once(
     assert all("warmup=True in ps.ema.average" in line for line in said)
 
 
-@pytest.mark.parametrize(("tail", "updates"), [("step", 9), ("carry", 7), ("drop", 6)])
-def test_the_warning_of_a_short_average_counts_the_updates_of_the_tail(
-    tail: Any, updates: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    program, train = mlp(ema=0.99, accumulate=3, tail=tail), [vector_batch(8, seed) for seed in range(7)]
-    result = fit(program.init(), train, program, epochs=3)
-    assert int(result.state.updates) == updates
-    assert f"after the {updates} updates of this run" in caplog.text
-
-
 def test_a_run_without_updates_is_not_warned_of_its_average(caplog: pytest.LogCaptureFixture) -> None:
     program = mlp(ema=0.99, accumulate=5, tail="drop")
     assert int(fit(program.init(), TRAIN, program, epochs=1).state.updates) == 0
     assert "of the first weights" not in caplog.text
-
-
-def test_the_short_average_is_warned_of_once_for_a_program(caplog: pytest.LogCaptureFixture) -> None:
-    def lines(program: ps.Program, times: int) -> int:
-        caplog.clear()
-        for _ in range(times):
-            ps.fit(program.init(), [(torch.ones(2, 2), torch.ones(2, 1))], program, epochs=2, sinks=[], compile=False)
-        return sum("of the first weights" in line for line in caplog.messages)
-
-    def made() -> ps.Program:
-        return ps.program(nn.Linear(2, 1), ps.supervised(nn.MSELoss()), ps.optim.sgd(0.1), ema=0.99)
-
-    one, other = made(), made()
-    assert (lines(one, 3), lines(one, 1), lines(other, 2)) == (1, 0, 1)

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import purestep as ps
 from purestep import events, metrics, optim, schedules
+from purestep.compile import MetricVector
 from purestep.errors import ConfigError, DataError, NonFiniteError, StateError, StepContractError
 from purestep.loop import metric_queue
 from purestep.loop.loop_state import LoopState, from_json, to_json, with_row
@@ -141,7 +142,7 @@ def test_a_step_of_ones_own_that_goes_on_at_a_loss_that_is_not_finite_is_told_of
     losses = [torch.tensor(x) for x in (1.0, -1.0, -1.0)]
     fit({"w": torch.zeros(())}, losses, Program(step), epochs=2, log_every=1)
     (told,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert "the loss is nan at epoch 1, batch 2" in told
+    assert "the loss is nan up to epoch 1, batch 2" in told
     skipping = mlp(nonfinite="skip")  # a call that is skipped has weight 0
     caplog.clear()
     x, y = vector_batch()
@@ -257,7 +258,7 @@ def test_evaluation_loaders_have_intervals_of_their_own() -> None:
         (1.0, [7, 14, 21, 28]),
         (2.0, [14, 28]),
         (0.5, [4, 7, 11, 14, 18, 21, 25, 28]),
-        (1 / 3, [3, 5, 7, 10, 12, 14, 17, 19, 21, 24, 26, 28]),
+        (1 / 3, [3, 6, 7, 10, 13, 14, 17, 20, 21, 24, 27, 28]),
         (10, [10, 20]),
         (7, [7, 14, 21, 28]),
         (100, []),
@@ -498,6 +499,15 @@ def test_sums_are_the_same_bits_whatever_arrives_together(every: int, monkeypatc
     for rows in late:
         add_to(found, rows)
     assert found == expected
+
+
+def test_vectors_of_a_compiled_step_and_means_of_a_flush_are_copied_apart() -> None:
+    queue, found = MetricQueue(), {}
+    columns = (("loss", 0, 1),)
+    queue.add(1, MetricVector(torch.tensor([3.0, 1.0]), columns))
+    queue.add(2, {"loss": ps.Mean(torch.tensor(5.0), torch.tensor(2.0))})
+    queue.add_to(found, wait=True)
+    assert found == {"loss": (8.0, 3.0)}
 
 
 def test_a_copy_from_a_device_is_read_a_fixed_number_of_calls_after_it_began(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,11 +50,11 @@ class FitConfig(BaseModel):
 
     evaluate_every: fields.Intervals = Field(default=None, examples=[1.0])
     """The interval between evaluations. An int is a number of updates, counted over the whole run; a float is a number
-    of epochs (0.25: four times an epoch, 1.0: once, 2.0: every other epoch). A mapping sets it for each evaluation
-    loader. None: every epoch. A run that ends by ``epochs`` is evaluated at its end only if that falls on the interval;
-    otherwise the last row of the history has None: score the last state with ``ps.evaluate(result.state, loader,
-    program.eval_step)``. The position inside an epoch is computed from the number of batches if that is known, else
-    from ``len(loader)``, and if that was wrong, from the batches of the previous epoch."""
+    of epochs (0.25: every quarter of one, 1.0: once an epoch, 2.0: every other one). A mapping sets it for each
+    evaluation loader. None: every epoch. A run that ends by ``epochs`` is evaluated at its end only if that falls on
+    the interval; otherwise the last row of the history has None: score the last state with ``ps.evaluate(result.state,
+    loader, program.eval_step)``. A fraction is a number of batches, rounded up, for the whole run: 0.25 of 10 batches
+    is every 3 batches, and the end of the epoch."""
 
     evaluate_on: fields.View = Field(default=None, examples=["params"])
     """The weights to evaluate. None: the EMA if the state has one, else the parameters. After ``"params"`` of a state

@@ -10,7 +10,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -277,18 +277,15 @@ def check_outside(call: Callable[[], Any]) -> None:
 def _traces(call: Callable[[], Any]) -> tuple[_Births, Writes] | None:
     births, writes = _Births(), Writes()
     try:
-        with _uncompiled(), births, writes:
+        # A module with its own torch.compile would be recompiled under a mode.
+        eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+        with eager, births, writes:
             call()
     except Exception:  # out of memory, or the mode breaks the code: the call worked before
         return None
     if births.alive():
         gc.collect()  # reference cycles are no leak
     return births, writes
-
-
-def _uncompiled() -> AbstractContextManager[Any]:
-    # A module with its own torch.compile would be recompiled under a mode.
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 # --- the whole check --------------------------------------------------------------------------------------------------
@@ -314,53 +311,39 @@ def observe(
         Impure: the step is not pure; the message has the reason and the leaf.
         Exception: the error of the first call.
     """
+    again = again or call
     with global_rng.locked():  # else draws of another thread would count as this step's
-        return _observed(call, parts, again or call, leaks=leaks)
-
-
-def _observed(call: Callable[[], Pair], parts: dict[str, Tree], again: Callable[[], Pair], *, leaks: bool) -> Pair:
-    watched = Unchanged(**parts)
-    kind, drawn = Kind(parts["state"]), _generators()
-    first = call()
-    watched.check()
-    _check_generators(drawn)
-    kind.check(first[0])
-    _check_detached(first, parts["state"])
-    # If the step returns its own memory, the second call overwrites it.
-    returned = Unchanged(content=False, state=first[0], metrics=first[1])
-    second = again()
-    watched.check(content=False)
-    _check_not_reused(returned)
-    check_repeated(first, second)
-    del second
-    if leaks:
-        check_outside(again)
-    return first
+        watched = Unchanged(**parts)
+        kind, drawn = Kind(parts["state"]), _generators()
+        first = call()
+        watched.check()
+        for name, state in _generators().items():
+            if state != drawn[name]:
+                cure = _SCOPED if name == "torch's" else _IN_TORCH
+                raise Impure(f"the step draws from {name} global generator", where="step", hint=cure)
+        kind.check(first[0])
+        _check_detached(first, parts["state"])
+        # If the step returns its own memory, the second call overwrites it.
+        returned = Unchanged(content=False, state=first[0], metrics=first[1])
+        second = again()
+        watched.check(content=False)
+        try:
+            returned.check(content=False)
+        except Impure as error:
+            raise Impure(
+                "the next call overwrites the result of this one",
+                where=error.where,
+                hint="return new tensors: x.clone(), not a buffer that the step keeps",
+            ) from None
+        check_repeated(first, second)
+        del second
+        if leaks:
+            check_outside(again)
+        return first
 
 
 _SCOPED = "draw inside rng.scoped(seed) (only in eager mode), or from your own torch.Generator"
 _IN_TORCH = "draw with torch (torch.rand), which the state's key seeds, or in the loader, as a mask in the batch"
-
-
-def _check_generators(before: dict[str, Any]) -> None:
-    for name, state in _generators().items():
-        if state != before[name]:
-            raise Impure(
-                f"the step draws from {name} global generator",
-                where="step",
-                hint=_SCOPED if name == "torch's" else _IN_TORCH,
-            )
-
-
-def _check_not_reused(returned: Unchanged) -> None:
-    try:
-        returned.check(content=False)
-    except Impure as error:
-        raise Impure(
-            "the next call overwrites the result of this one",
-            where=error.where,
-            hint="return new tensors: x.clone(), not a buffer that the step keeps",
-        ) from None
 
 
 def _join(*parts: str) -> str:

@@ -51,6 +51,7 @@ from __future__ import annotations
 
 from .evaluate import check_pair as check_pair
 from .evaluate import evaluate as evaluate
+from .evaluate import pair_of as pair_of
 from .evaluate import run_epoch as run_epoch
 from .fit import fit as fit
 from .loop_state import FitResult as FitResult

@@ -20,7 +20,7 @@ from ..types import Metrics, TrainState, Tree
 from . import metric_queue
 from .loop_state import Call, Cell, LoopState, cell
 from .metric_queue import CallMetrics, MetricQueue, Totals
-from .nonfinite_steps import can_halt, check_windows, halt_error
+from .nonfinite_steps import can_halt, halt_error, halt_spoilt
 
 if TYPE_CHECKING:
     from .policy import Monitor
@@ -77,8 +77,8 @@ class Accounting:
         """
         arrived = self._queue.arrived(wait=wait)
         settled = self._count(arrived, loop, state) if arrived else loop
-        if wait and self._halts:
-            check_windows(state)
+        if wait and self._halts and (error := halt_error(halt_spoilt(state))):
+            raise error
         if wait and self._queue.kinds:  # a resumed run that has made no call yet does not know the classes
             settled = settled._replace(computed=metric_queue.computed_of(settled.interval, self._queue.kinds))
         return settled
@@ -88,7 +88,6 @@ class Accounting:
         interval, line = dict(loop.interval), dict(loop.line)
         sums = (interval, line) if self._log_every else (interval,)
         for calls in arrived:
-            self._warn_of_loss(calls)
             begun = 0
             for index, applied in enumerate(calls.applied()):
                 call: Call = calls.tags[index]
@@ -106,23 +105,21 @@ class Accounting:
                     self.lines.append(self._line(call, updates, line, last))
                     line.clear()
             _sum(calls.part(begun), sums, last, self.rates)
+            self._warn_of_loss(calls.tags[-1], interval)
         self._release(arrived, state)
         return loop._replace(updates=updates, pending=pending, interval=interval, line=line, last=last)
 
-    def _warn_of_loss(self, calls: CallMetrics) -> None:
+    def _warn_of_loss(self, call: Call, sums: Totals) -> None:
         """Warn once if a step without a TrainState returns a loss that is not finite. Its author may intend that."""
-        if self._halts or self._warned:
+        total, weight = sums.get("loss", (0.0, 0.0))
+        if self._halts or self._warned or not weight or math.isfinite(total):
             return
-        for call, (total, weight) in zip(calls.tags, calls.pairs("loss"), strict=False):
-            if weight and not math.isfinite(total):
-                self._warned = True
-                _log.warning(
-                    "the loss is %g at %s, and the step has no TrainState that would halt at it: the run goes on "
-                    "(cure: in the step, keep the old state where the loss is not finite; or a callback that returns "
-                    "ps.Stop)",
-                    *(total / weight, call.place),
-                )
-                return
+        self._warned = True
+        _log.warning(
+            "the loss is %g up to %s, and the step has no TrainState that would halt at it: the run goes on (cure: in "
+            "the step, keep the old state where the loss is not finite; or a callback that returns ps.Stop)",
+            *(total / weight, call.place),
+        )
 
     def window(self, number: int) -> list[tuple[Call, Any]]:
         """Return the calls, with their batches, of the update that halted at this call (as the state counts)."""
@@ -282,8 +279,8 @@ def _check_rates(call: Call, values: Totals) -> None:
 
 def with_best(row: Mapping[str, Cell], monitor: Monitor, members: int) -> dict[str, Cell]:
     """Add ``val_loss[best]``, the best of ``val_loss[0]``, ``val_loss[1]``, ..., for every metric of a row whose name
-    says if small values are good, and for the monitored one. An ensemble of one member has ``val_loss``
-    as ``val_loss[0]`` too.
+    says if small values are good, and for the monitored one. An ensemble of one member has the columns of one
+    model.
 
     Args:
         row: of the history.
@@ -291,9 +288,6 @@ def with_best(row: Mapping[str, Cell], monitor: Monitor, members: int) -> dict[s
         members: of the ensemble; 0 for a program of one model.
     """
     found = dict(row)
-    if members == 1:  # whose metrics are vectors of one number, which have the name of a number
-        whole = {name for name in row if entry_name(name, 0) not in row and not name.endswith("]")} - {"epoch", "step"}
-        found |= {entry_name(name, 0): row[name] for name in row if name in whole}
     for name in row if members else ():
         entries = [cell(found.get(entry_name(name, index))) for index in range(members)]
         known = [value for value in entries if value is not None]

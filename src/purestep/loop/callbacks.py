@@ -104,69 +104,57 @@ class Callbacks:
 
 
 def _answer(callback: events.Callback, event: events.Event) -> Any:
+    """Call the callback, and check that it leaves the state of the event as it is: writes of its dicts and tensors."""
     state = getattr(event, "state", ())
     memory = live_state.memory(state)
     before = [purity.version(part) for part in memory]
-    entries = _entries(state)
-    where = f"callback {_name(callback)} at {type(event).__name__}"
+    # A live state is not marked as read by this.
+    parts = [state] if isinstance(state, TrainState) else states(state)
+    nodes = [(name, tuple.__getitem__(part, index)) for part in parts for index, name in _DICTS]
+    dicts = [(name, node, dict(node)) for name, node in nodes if type(node) is dict]
     try:
         answer = callback(event)
-        _check_entries(entries)
-        _check_untouched(state, memory, before)
+        for name, node, entries in dicts:
+            _check_entries(name, node, entries)
+        if memory:  # else it was donated before the callback: FitEnd after a failure
+            live_state.check_alive(state)  # the callback may have donated it
+            for part, count in zip(memory, before, strict=True):
+                if purity.version(part) != count:
+                    raise StateError(
+                        "a callback wrote into the state of its event",
+                        where=_places(state, part),
+                        hint="return a new one: event.state._replace(params={...})",
+                    )
     except Exception as error:
-        error.add_note(f"in {where}")
+        name = getattr(callback, "__qualname__", type(callback).__qualname__)
+        error.add_note(f"in callback {name} at {type(event).__name__}")
         raise
     return answer
 
 
 _DICTS = tuple((TrainState._fields.index(name), name) for name in ("params", "frozen", "buffers"))
-_Entries = list[tuple[str, dict[str, Any], dict[str, Any]]]
 
 
-def _entries(state: Tree) -> _Entries:
-    """Return (field, dict, copy of the dict) for the dicts of a state. A live state is not marked as read."""
-    parts = [state] if isinstance(state, TrainState) else states(state)
-    found = [(name, tuple.__getitem__(part, index)) for part in parts for index, name in _DICTS]
-    return [(name, node, dict(node)) for name, node in found if type(node) is dict]
-
-
-def _check_entries(entries: _Entries) -> None:
-    for name, node, before in entries:
-        if len(node) == len(before) and all(node.get(key) is value for key, value in before.items()):
-            continue
-        key = next((key for key in {**node, **before} if node.get(key) is not before.get(key)), "")
-        node.clear()
-        node.update(before)
-        raise StateError(
-            "a callback assigned an entry of the state of its event",
-            where=f"{name}/{key}",
-            hint=f"return a new state: event.state._replace({name}={{**event.state.{name}, {key!r}: value}})",
-        )
-
-
-def _check_untouched(state: Tree, memory: list[Any], before: list[int]) -> None:
-    if not memory:
-        return  # donated before the callback: FitEnd after a failure
-    live_state.check_alive(state)  # the callback may have donated it
-    written = [part for part, count in zip(memory, before, strict=True) if purity.version(part) != count]
-    if not written:
+def _check_entries(name: str, node: dict[str, Any], before: dict[str, Any]) -> None:
+    if len(node) == len(before) and all(node.get(key) is value for key, value in before.items()):
         return
-    # Several leaves may lie in one tensor, for which torch counts writes.
-    paths = [path for path, leaf in tree.with_paths(state) if leaf is written[0] or _is_in(leaf, written[0])]
-    others = f" (or one of {len(paths) - 1} more that lie in one tensor with it)" if len(paths) > 1 else ""
+    key = next((key for key in {**node, **before} if node.get(key) is not before.get(key)), "")
+    node.clear()
+    node.update(before)
     raise StateError(
-        f"a callback wrote into the state of its event{others}",
-        where=paths[0],
-        hint="return a new one: event.state._replace(params={...})",
+        "a callback assigned an entry of the state of its event",
+        where=f"{name}/{key}",
+        hint=f"return a new state: event.state._replace({name}={{**event.state.{name}, {key!r}: value}})",
     )
 
 
-def _is_in(leaf: Any, memory: Any) -> bool:
-    tensors = isinstance(leaf, Tensor) and isinstance(memory, Tensor)
-    if not tensors or not leaf.layout is memory.layout is torch.strided or not leaf.numel():
+def _places(state: Tree, memory: Any) -> str:
+    """The leaves in a tensor, for which torch counts writes: a buffer of a compiled step has several."""
+    paths = [path for path, leaf in tree.with_paths(state) if leaf is memory or _is_inside(leaf, memory)]
+    return paths[0] + (f" or one of {len(paths) - 1} more" if len(paths) > 1 else "")
+
+
+def _is_inside(leaf: Any, memory: Any) -> bool:
+    if not all(isinstance(one, Tensor) and one.layout is torch.strided for one in (leaf, memory)):
         return False
-    return leaf.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
-
-
-def _name(callback: Any) -> str:
-    return getattr(callback, "__qualname__", type(callback).__qualname__)
+    return leaf.numel() > 0 and leaf.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()

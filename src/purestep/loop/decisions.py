@@ -280,37 +280,20 @@ def check_alike(mesh: parallel.Mesh | None, facts: Callable[[], Mapping[str, Any
         RankError: with the names that differ.
     """
     if mesh is not None:
-        hint = f"{_SAME}; for weights, torch.manual_seed(0) before the model is built"
+        hint = f"{_SAME}; for weights, torch.manual_seed(0) before the model is built; for loaders, {loaders.WHOLE}"
         processes.check_same(facts(), where="fit", hint=hint)
 
 
-def check_data(mesh: parallel.Mesh | None, feeds: Feeds) -> None:
-    """Check that all processes have the same loaders, by their facts. The order of the data and a row are compared with
-    the first batch of each loader.
-
-    Args:
-        mesh: None: one process, nothing is compared.
-        feeds: of the run.
-
-    Raises:
-        RankError: with the facts that differ.
-    """
-    if mesh is None:
-        return
-    named = {"train": feeds.train, **feeds.evaluation}
-    facts: dict[str, Any] = {}
-    for name, feed in named.items():
-        facts |= {f"loader {name}, {key}": value for key, value in {**feed.facts, "length": feed.length}.items()}
-    processes.check_same(facts, where="fit", hint=f"{_SAME}: {loaders.WHOLE}")
-
-
-def facts_of(state: Tree, program: Program, config: FitConfig) -> dict[str, Any]:
-    """Return what must be the same in all processes when a run begins, besides the loaders."""
+def facts_of(state: Tree, program: Program, config: FitConfig, feeds: Feeds) -> dict[str, Any]:
+    """Return what must be the same in all processes when a run begins. The order of the data and a row are compared
+    with the first batch of each loader."""
     facts: dict[str, Any] = {f"config {name}": repr(value) for name, value in config.model_dump().items()}
     static = program.static
     if static is not None:
         facts |= {f"program {key}": getattr(static, key) for key in ("accumulate", "tail", "has_ema")}
         facts["program elementwise"] = static.tx.elementwise
+    for name, feed in {"train": feeds.train, **feeds.evaluation}.items():
+        facts |= {f"loader {name}, {key}": value for key, value in {**feed.facts, "length": feed.length}.items()}
     for part in states(state):
         facts["placement"] = repr(part.placement)
     for path, leaf in tree.with_paths(state):

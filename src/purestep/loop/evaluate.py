@@ -15,9 +15,9 @@ from ..errors import ConfigError, StepContractError
 from ..metrics import Gathered, handed_out
 from ..state import vector_name, views
 from ..step import begun, counting, static_of
-from ..types import Carrying, EvalStep, Mean, Metrics, Params, TrainStep, Tree
+from ..types import Carrying, EvalStep, Metrics, Params, TrainStep, Tree
 from . import metric_queue, ranks
-from .metric_queue import MetricQueue
+from .metric_queue import MetricQueue, check_metrics
 from .nonfinite_steps import before_halt, halt_error, halt_spoilt
 
 Watch = Callable[[Any, Metrics, int], None]
@@ -60,8 +60,8 @@ def run_epoch(
     step = counting(step)
     with ranks.opened(loader, state, where="run_epoch", name="train", seed=seed) as feed:
         for batch in data.prefetch(feed.epoch(epoch, start), data.device_of(state), name="train"):
-            state, metrics = check_pair(step(state, batch))
-            queue.add(None, handed_out.measured(metrics))
+            state, metrics = pair_of(step(state, batch))
+            queue.add(None, metrics)
             queue.add_to(total, wait=False)
     queue.add_to(total, wait=True)
     state = halt_spoilt(state)
@@ -126,12 +126,13 @@ def eval_means(
     state: Tree, batches: Iterable[Any], eval_step: EvalStep, *, name: str, watch: Watch | None
 ) -> dict[str, float]:
     """Do the work of `evaluate` for batches that are on the device already."""
-    queue, total, outputs = MetricQueue(), metric_queue.Totals(), ranks.Outputs()
+    queue, total, outputs = MetricQueue("eval_step"), metric_queue.Totals(), ranks.Outputs()
     indexed = takes_index(eval_step)
     carrying: Carrying | None = getattr(eval_step, "carrying", None)
     carried: Params = {}
     if carrying is not None:
         carried = {name: value.to(state.buffers[name]) for name, value in carrying.start.items()}
+    result: Any
     for index, batch in enumerate(batches):
         try:
             if carrying is not None:
@@ -141,8 +142,9 @@ def eval_means(
         except Exception as error:
             error.add_note(f"in eval_step, {name}, batch {index + 1}")
             raise
+        if not isinstance(result, dict):
+            check_metrics(result, where="eval_step")
         metrics, gathered = _without_gathered(result)
-        check_metrics(metrics, where="eval_step")
         queue.add(None, metrics)
         if gathered:
             outputs.add(index, batch, _on_host(gathered))
@@ -155,9 +157,9 @@ def eval_means(
     return metric_queue.averaged(found) if any(map(vector_name, gathered)) else found
 
 
-def _without_gathered(metrics: Any) -> tuple[Any, Metrics]:
+def _without_gathered(metrics: dict[str, Any]) -> tuple[Metrics, Metrics]:
     """Split metrics into means and gathered outputs."""
-    if not isinstance(metrics, dict) or not any(isinstance(one, Gathered) for one in metrics.values()):
+    if not any(isinstance(one, Gathered) for one in metrics.values()):
         return metrics, {}
     outputs = {name: one for name, one in metrics.items() if isinstance(one, Gathered)}
     return {name: one for name, one in metrics.items() if name not in outputs}, cast(Metrics, outputs)
@@ -180,14 +182,13 @@ def _on_host(outputs: Metrics) -> Metrics:
     return tree.map(copied, outputs)
 
 
-def check_pair(result: Any) -> tuple[Tree, Metrics]:
-    """Return the result of a step if it is a state and a dict of metrics.
+def pair_of(result: Any) -> tuple[Tree, Metrics]:
+    """Return the result of a step if it is a state and a dict. The queue of metrics checks the dict's entries.
 
     Raises:
         StepContractError: it is not.
     """
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict):
-        check_metrics(handed_out.measured(result[1]), where="train_step")
         return result
     raise StepContractError(
         f"the step returned a {type(result).__name__}"
@@ -197,38 +198,12 @@ def check_pair(result: Any) -> tuple[Tree, Metrics]:
     )
 
 
-def check_metrics(metrics: Any, *, where: str) -> Metrics:
-    """Return the metrics of a step if they are a dict of Means.
+def check_pair(result: Any) -> tuple[Tree, Metrics]:
+    """Return the result of a step if it is a state and a dict of metrics.
 
     Raises:
-        StepContractError: they are not, they are on several devices, or one has a reserved name.
+        StepContractError: it is not.
     """
-    wrong = {"": metrics} if not isinstance(metrics, dict) else {k: v for k, v in metrics.items() if not _is_mean(v)}
-    for name, value in wrong.items():
-        kind = type(value).__name__
-        if isinstance(value, Mean):
-            kind += (
-                f" of a {type(value.total).__name__} and a {type(value.weight).__name__}, not two real tensors alike"
-            )
-        raise StepContractError(
-            f"metric {name!r} is a {kind}" if isinstance(metrics, dict) else f"the step returned a {kind}",
-            where=where,
-            hint="{name: ps.Mean(total, weight)}, two tensors",
-        )
-    entries = (name for name, value in metrics.items() if type(value) is Mean and vector_name(str(name)))
-    if entry := next(entries, None):  # a metric of a subclass has one name for each member of an ensemble
-        raise StepContractError(
-            f"metric {entry!r} has the name of an entry of a metric that is a vector", where=where, hint="another name"
-        )
-    metric_queue.check_devices([metrics], where=where)
-    return metrics
-
-
-def _is_mean(value: Any) -> bool:
-    known = isinstance(value, Mean) and _is_real(value.total) and _is_real(value.weight)
-    return known and value.total.numel() == value.weight.numel()
-
-
-def _is_real(value: Any) -> bool:
-    plain = isinstance(value, Tensor) and value.layout is torch.strided and value.device.type != "meta"
-    return plain and not (value.is_complex() or value.is_quantized or value.is_nested)
+    state, metrics = pair_of(result)
+    check_metrics(handed_out.measured(metrics), where="train_step")
+    return state, metrics

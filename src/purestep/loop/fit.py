@@ -15,13 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import data, events, files, parallel
 from ..compile import LiveState, MetricVector, as_dict, eager_program, is_compiled, released, set_batch_sizes, states
-from ..errors import (
-    NonFiniteError,
-    PurestepError,
-    SnapshotError,
-    StateError,
-    StepContractError,
-)
+from ..errors import NonFiniteError, SnapshotError, StateError, StepContractError
 from ..metrics import handed_out
 from ..snapshot import Snapshots
 from ..state import views
@@ -175,11 +169,10 @@ class _Run:
         mesh: parallel.Mesh | None,
     ) -> None:
         """Take the state and the position of an interrupted run, if there is one, and open the other parts."""
-        decisions.check_alike(mesh, lambda: decisions.facts_of(self.state, program, config))
-        decisions.check_data(mesh, feeds)
+        decisions.check_alike(mesh, lambda: decisions.facts_of(self.state, program, config, feeds))
         self.config, self.feeds, self.callbacks = config, feeds, callbacks
         self.view = inputs.view_to_evaluate(self.state, config)
-        self.monitor = policy.monitor(config, feeds.evaluation, feeds.train.count)
+        self.monitor = policy.monitor(config, feeds.evaluation)
         window = program.static.accumulate if program.static else 1
         start = resume.starting_point(self.state, snapshots, config, feeds.train)
         self.state, loop, self.is_resumed = start.state, start.loop, start.is_resumed
@@ -286,7 +279,6 @@ class _Run:
         self._flush()
         self._settle(wait=True)
         files.failpoint("loop.epoch")
-        self.schedule.warn_of_length(self.loop)
         policy.warn_of_no_update(self.loop)
         loop = self.loop.next_epoch()
         self._boundary(loop, self.schedule.at_end(loop))
@@ -368,11 +360,11 @@ class _Run:
 
     def _count(self, call: Call, metrics: Metrics | MetricVector, batch: Any) -> None:
         """Hand the metrics of a call to the accounts and the callbacks, and take in what is due of earlier ones."""
-        outputs: dict[str, Any] = {}
-        if not isinstance(metrics, MetricVector):  # which has none
-            outputs, metrics = handed_out.outputs(metrics), handed_out.measured(metrics)
         self.accounting.add(call, metrics, self.loop, batch)
         if call.closing and self.callbacks.has_callbacks:
+            outputs: dict[str, Any] = {}
+            if not isinstance(metrics, MetricVector):  # which has none
+                outputs, metrics = handed_out.outputs(metrics), handed_out.measured(metrics)
             updates = self.loop.updates_at_most
             event = events.StepEnd(self.state, as_dict(metrics), batch, call.epoch, call.batch, updates, outputs)
             self.state, self.loop = self._with_answers(self.state, self.loop, self.callbacks.ask(event))
@@ -529,23 +521,16 @@ class _Run:
             _log.warning("the last state is not saved: %s: %s", type(second).__name__, second)
 
     def _lose_donated(self, error: BaseException) -> None:
-        """Drop a donated state that a failed step has overwritten, and name the snapshot to go on from."""
-        parts = [part for part in states(self.state) if isinstance(part, LiveState) and part.live_store is not None]
-        for part in parts:
-            store = part.live_store
-            if store is not None and store.generation == part.live_generation:
-                store.begin()  # whoever holds this state gets an error from here on, instead of numbers
+        """Drop a donated state that a failed step has overwritten, and name the snapshots to go on from."""
+        for part in states(self.state):
+            if not isinstance(part, LiveState) or part.live_store is None:
+                continue
+            if part.live_store.generation == part.live_generation:
+                part.live_store.begin()  # whoever holds this state gets an error from here on, instead of numbers
         self.state = None
-        place = "go on from the last snapshot" if self.decisions.rank else "no snapshot has an earlier one"
-        snapshots = self.checkpointer.snapshots if self.decisions.rank == 0 else None
-        if snapshots is not None:
-            try:
-                snapshots.wait()
-            except PurestepError as failed:
-                _log.warning("the last snapshot is not saved: %s", failed)
-            if (found := snapshots.latest()) is not None:
-                path = snapshots.directory / str(found)
-                place = f"the snapshot {path} has the last one, from which the same call of fit goes on"
+        place, directory = "no snapshot has an earlier one", self.checkpointer.directory
+        if directory is not None:
+            place = f"the same call of fit goes on from the last snapshot in {directory}, if there is one"
         call = self.loop.calls + 1
         note = f"the state was donated at step {call}, which failed and may have written half of it: {place}"
         error.add_note(note)

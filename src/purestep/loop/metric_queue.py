@@ -11,7 +11,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
@@ -19,8 +20,9 @@ import torch
 from torch import Tensor
 
 from .. import metrics as metrics_
-from ..compile import MetricVector, as_dict
+from ..compile import MetricVector
 from ..errors import StepContractError
+from ..metrics import handed_out
 from ..state import base_name, entry_name, vector_name
 from ..types import Mean, Metrics
 
@@ -52,11 +54,6 @@ class CallMetrics(NamedTuple):
         row = self.numbers[index]
         return {name: (row[total], row[weight]) for name, total, weight in self.columns}
 
-    def pairs(self, name: str) -> list[tuple[float, float]]:
-        """Return total and weight of a metric in every call; an empty list if there is no such metric."""
-        at = next(((total, weight) for known, total, weight in self.columns if known == name), None)
-        return [] if at is None else [(row[at[0]], row[at[1]]) for row in self.numbers]
-
     def applied(self) -> list[float]:
         """Return for every call whether an update was applied, by some member of an ensemble at least."""
         at = [total for name, total, _ in self.columns if base_name(name) == "applied"]
@@ -71,59 +68,54 @@ class _Copy(NamedTuple):
     """Packed metrics on their way to the host."""
 
     tags: list[Any]
-    columns: list[Columns]  # one per call
-    numbers: Tensor  # shape=(n,), one call after the other
+    columns: Columns
+    numbers: Tensor  # shape=(calls, n)
     event: Any  # torch.cuda.Event, or None if the copy is complete
     read_at: int  # the call
 
 
 class MetricQueue:
-    """A queue of metrics on their way to the host."""
+    """A queue of metrics on their way to the host. Metrics with other names or classes than before are checked.
 
-    def __init__(self) -> None:
+    Args:
+        where: the step, for messages.
+    """
+
+    def __init__(self, where: str = "train_step") -> None:
         self.kinds: Kinds = {}
+        self._where = where
+        self._known: set[Any] = set()  # names and classes of metrics that are checked
         self._calls = 0
         self._waiting: list[tuple[Any, Metrics | MetricVector]] = []  # for the start of their copy
         self._copies: deque[_Copy] = deque()
 
     def add(self, tag: Any, metrics: Metrics | MetricVector) -> None:
         """Put in the metrics of a call."""
-        self._waiting.append((tag, metrics))
+        self._waiting.append((tag, metrics if isinstance(metrics, MetricVector) else handed_out.measured(metrics)))
         self._calls += 1
         if len(self._waiting) == EVERY:
             self.start_copy()
 
     def start_copy(self) -> None:
-        """Start to copy all metrics that wait for it."""
-        if not self._waiting:
-            return
-        tags, waiting = [tag for tag, _ in self._waiting], [metrics for _, metrics in self._waiting]
-        self._waiting = []
-        if all(type(metrics) is MetricVector for metrics in waiting):
-            vectors = cast("list[MetricVector]", waiting)
-            packed, columns = torch.cat([one.numbers for one in vectors]), [one.columns for one in vectors]
-        else:
-            packed, columns = self._packed([as_dict(metrics) for metrics in waiting])
-        numbers, event = _to_host(packed)
-        self._copies.append(_Copy(tags, columns, numbers, event, self._calls + (0 if event is None else LAG)))
+        """Start to copy all metrics that wait for it: those of consecutive calls with the same columns together."""
+        waiting, self._waiting = self._waiting, []
+        kinds = itertools.groupby(waiting, key=lambda entry: (type(entry[1]), self._columns_of(entry[1])))
+        for (_, columns), group in kinds:
+            tags, calls = zip(*group, strict=True)
+            numbers, event = _to_host(_packed(calls).view(len(tags), 2 * len(columns)))
+            read_at = self._calls + (0 if event is None else LAG)
+            self._copies.append(_Copy(list(tags), columns, numbers, event, read_at))
 
-    def _packed(self, waiting: list[Metrics]) -> tuple[Tensor, list[Columns]]:
-        check_devices(waiting, where="metrics")  # those of a compiled step are not checked before
-        for metrics in waiting:
-            self.kinds |= {name: type(mean) for name, mean in metrics.items() if type(mean) is not Mean}
-        parts = [part for metrics in waiting for mean in metrics.values() for part in (mean[0], mean[1])]
-        kinds = {(part.dim(), part.dtype) for part in parts}
-        are_scalars = len(kinds) == 1 and parts[0].dim() == 0
-        if are_scalars:
-            packed = torch.stack(parts)
-        else:
-            packed = torch.cat([part.detach().reshape(-1).to(torch.float64) for part in parts] or [torch.zeros(0)])
-        sizes = [
-            tuple((name, () if are_scalars else tuple(mean[0].shape)) for name, mean in metrics.items())
-            for metrics in waiting
-        ]
-        columns = {size: _columns(size) for size in set(sizes)}
-        return packed, [columns[size] for size in sizes]
+    def _columns_of(self, metrics: Metrics | MetricVector) -> Columns:
+        """The columns of packed metrics: for each mean its totals, then its weights."""
+        if isinstance(metrics, MetricVector):
+            return metrics.columns
+        kind = tuple((name, type(mean)) for name, mean in metrics.items())
+        if kind not in self._known:
+            check_metrics(metrics, where=self._where)
+            self._known.add(kind)
+            self.kinds |= {name: one for name, one in kind if one is not Mean}
+        return _columns(tuple((name, tuple(mean[0].shape)) for name, mean in metrics.items()))
 
     def is_due(self) -> bool:
         """True if a copy is to be read now."""
@@ -141,7 +133,7 @@ class MetricQueue:
             copy = self._copies.popleft()
             if copy.event is not None:
                 copy.event.synchronize()
-            arrived += _by_call(copy)
+            arrived.append(CallMetrics(copy.tags, copy.columns, copy.numbers.tolist()))
         return arrived
 
     def add_to(self, sums: Totals, *, wait: bool) -> None:
@@ -150,27 +142,53 @@ class MetricQueue:
             add_to(sums, calls)
 
 
-def check_devices(calls: Sequence[Metrics], *, where: str) -> None:
-    """Check that all totals and weights are on one device, since they are copied together.
+def check_metrics(metrics: Any, *, where: str) -> None:
+    """Check that the metrics of a step are a dict of Means, on one device, since they are copied together.
 
     Raises:
-        StepContractError: with a metric on each of the devices.
+        StepContractError: they are not, they are on several devices, or one has a reserved name.
     """
-    if len({part.device for metrics in calls for mean in metrics.values() for part in (mean[0], mean[1])}) < 2:
-        return
+    wrong = {"": metrics} if not isinstance(metrics, dict) else {k: v for k, v in metrics.items() if not _is_mean(v)}
+    for name, value in wrong.items():
+        kind = type(value).__name__
+        if isinstance(value, Mean):
+            kind += (
+                f" of a {type(value.total).__name__} and a {type(value.weight).__name__}, not two real tensors alike"
+            )
+        raise StepContractError(
+            f"metric {name!r} is a {kind}" if isinstance(metrics, dict) else f"the step returned a {kind}",
+            where=where,
+            hint="{name: ps.Mean(total, weight)}, two tensors",
+        )
+    entries = (name for name, value in metrics.items() if type(value) is Mean and vector_name(str(name)))
+    if entry := next(entries, None):  # a metric of a subclass has one name for each member of an ensemble
+        raise StepContractError(
+            f"metric {entry!r} has the name of an entry of a metric that is a vector", where=where, hint="another name"
+        )
     places: dict[torch.device, str] = {}
-    for name, mean in (item for metrics in calls for item in metrics.items()):
+    for name, mean in metrics.items():
         places.setdefault(mean.total.device, f"the total of {name!r}")
         places.setdefault(mean.weight.device, f"the weight of {name!r}")
-    raise StepContractError(
-        f"metrics are on several devices: {', '.join(f'{what} on {device}' for device, what in places.items())}",
-        where=where,
-        hint="make all of them on the device of the batch: ps.Mean(total, torch.tensor(8.0, device=total.device))",
-    )
+    if len(places) > 1:
+        raise StepContractError(
+            f"metrics are on several devices: {', '.join(f'{what} on {device}' for device, what in places.items())}",
+            where=where,
+            hint="make all of them on the device of the batch: ps.Mean(total, torch.tensor(8.0, device=total.device))",
+        )
 
 
-def _columns(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> Columns:
-    """Return the columns of numbers that were packed mean by mean: totals, then weights."""
+def _is_mean(value: Any) -> bool:
+    known = isinstance(value, Mean) and _is_real(value.total) and _is_real(value.weight)
+    return known and value.total.numel() == value.weight.numel()
+
+
+def _is_real(value: Any) -> bool:
+    plain = isinstance(value, Tensor) and value.layout is torch.strided and value.device.type != "meta"
+    return plain and not (value.is_complex() or value.is_quantized or value.is_nested)
+
+
+@cache
+def _columns(shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> Columns:
     columns: list[tuple[str, int, int]] = []
     start = 0
     for name, shape in shapes:
@@ -182,6 +200,17 @@ def _columns(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> Columns:
     return tuple(columns)
 
 
+def _packed(calls: Sequence[Metrics | MetricVector]) -> Tensor:
+    """The numbers of calls with the same columns in one vector."""
+    if isinstance(calls[0], MetricVector):
+        return torch.cat([cast(MetricVector, one).numbers for one in calls])
+    parts = [part for one in calls for mean in cast(Metrics, one).values() for part in (mean[0], mean[1])]
+    kinds = {(part.dim(), part.dtype) for part in parts}
+    if len(kinds) == 1 and parts[0].dim() == 0:
+        return torch.stack(parts)
+    return torch.cat([part.detach().reshape(-1).to(torch.float64) for part in parts] or [torch.zeros(0)])
+
+
 def _to_host(numbers: Tensor) -> tuple[Tensor, Any]:
     if numbers.device.type != "cuda":
         return numbers.cpu(), None
@@ -190,18 +219,6 @@ def _to_host(numbers: Tensor) -> tuple[Tensor, Any]:
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(numbers.device))
     return host, event
-
-
-def _by_call(copy: _Copy) -> list[CallMetrics]:
-    numbers, start = copy.numbers.tolist(), 0
-    found: list[CallMetrics] = []
-    for tag, columns in zip(copy.tags, copy.columns, strict=True):
-        if not found or found[-1].columns is not columns:
-            found.append(CallMetrics([], columns, []))
-        found[-1].tags.append(tag)
-        found[-1].numbers.append(numbers[start : start + 2 * len(columns)])
-        start += 2 * len(columns)
-    return found
 
 
 def add_to(sums: Totals, calls: CallMetrics) -> None:

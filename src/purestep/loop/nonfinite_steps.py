@@ -12,10 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .. import data, tree
-from ..compile import is_state, states
+from ..compile import is_state
 from ..diagnostics import Repeated, bad_leaves, repeated, replay
 from ..errors import NonFiniteError, PurestepError
 from ..files import subdirectory
@@ -51,41 +50,38 @@ def halts(state: Tree) -> list[tuple[str, int]]:
     """Return (path, call that halted it) for every halted TrainState in a tree. A stacked state is halted if all of its
     members are; the call is that of the last one."""
     flags = [(path.rpartition("/"), leaf) for path, leaf in tree.with_paths(state)]
-    flags = [(path[0], _last(leaf)) for path, leaf in flags if path[2] == "halted" and leaf.dim() <= 1]
+    flags = [
+        (path[0], torch.where(leaf.all(), leaf.max(), 0) if leaf.dim() else leaf)
+        for path, leaf in flags
+        if path[2] == "halted" and leaf.dim() <= 1
+    ]
     calls = torch.stack([leaf for _, leaf in flags]).tolist() if flags else []  # one read, since each waits
     return [(path, int(call)) for (path, _), call in zip(flags, calls, strict=True) if call]
-
-
-def _last(halted: Tensor) -> Tensor:
-    return torch.where(halted.all(), halted.max(), 0) if halted.dim() else halted
 
 
 def halt_error(state: Tree, place: Callable[[int], str] = lambda _: "") -> NonFiniteError | None:
     """Return the error of a tree with a halted state, or None. ``place(call)`` is the call's position in the data."""
     path, call = next(iter(halts(state)), ("", 0))
-    return (
-        _error(f"{FOUND} at call {call}; the state is the one before that call", path or place(call), call)
-        if call
-        else None
-    )
-
-
-def _error(what: str, where: str, call: int) -> NonFiniteError:
-    error = NonFiniteError(what, where=where, hint=CURE)
+    if not call:
+        return None
+    text = f"{FOUND} at call {call}; the state is the one before that call"
+    error = NonFiniteError(text, where=path or place(call), hint=CURE)
     error.step = call
     return error
 
 
-def check_windows(state: Tree) -> None:
-    """Check the sums of windows that stay open. Otherwise the call that closes the window would get the blame.
+def halt_spoilt(state: Tree) -> Tree:
+    """Halt every state that would halt at the end of its window, as if the last call had closed it. Otherwise the call
+    that closes the window would get the blame."""
 
-    Raises:
-        NonFiniteError: one is not finite.
-    """
-    part = next((part for part in states(state) if _is_spoilt(part)), None)
-    if part is not None:
-        call = int(part.step.max())
-        raise _error(f"{FOUND} in the accumulation window that is open at call {call}", "accum", call)
+    def one(node: Any) -> Any:
+        if not is_state(node) or not _is_spoilt(node):
+            return node
+        left, *sums = node.accum
+        emptied = type(node.accum)(left, *tree.map(torch.zeros_like, sums))
+        return TrainState(*node)._replace(halted=node.step.clone(), accum=emptied)
+
+    return tree.map(one, state, is_leaf=is_state)
 
 
 def _is_spoilt(node: TrainState) -> bool:
@@ -107,19 +103,6 @@ def _is_spoilt(node: TrainState) -> bool:
     # One read for all: each read waits for the device.
     is_finite = bool(torch.stack([leaf.isfinite().all() for leaf in sums]).all())
     return bool(processes.largest([not is_finite])[0])
-
-
-def halt_spoilt(state: Tree) -> Tree:
-    """Halt every state that would halt at the end of its window, as if the last call had closed it."""
-
-    def one(node: Any) -> Any:
-        if not is_state(node) or not _is_spoilt(node):
-            return node
-        left, *sums = node.accum
-        emptied = type(node.accum)(left, *tree.map(torch.zeros_like, sums))
-        return TrainState(*node)._replace(halted=node.step.clone(), accum=emptied)
-
-    return tree.map(one, state, is_leaf=is_state)
 
 
 def before_halt(state: Tree) -> Tree:
@@ -157,9 +140,10 @@ def explain(
         program: not compiled.
         feed: the source of the batches.
     """
-    if meshes.here().size > 1:
-        return explain_from(error, processes.gathered(_bad_in(window)), window[-1][0].place if window else "")
     held = [one for one in window if one[1] is not None]
+    if meshes.here().size > 1:
+        own = [f"{path} ({text} not finite)" for _, batch in held for path, text in bad_leaves({"batch": batch})]
+        return explain_from(error, processes.gathered(own if held else None), window[-1][0].place if window else "")
     if not isinstance(frozen, TrainState) or not held or error.step is None:
         return error
     if many := stacked.size(frozen):
@@ -200,13 +184,8 @@ def _collecting(program: Program, grads: Params) -> Any:
 
 
 def _window_start(frozen: TrainState, window: list[tuple[Call, Any]], accumulate: int) -> TrainState:
-    """Return the frozen state as it was before the first call of the window, as far as gradients depend on it.
-
-    Args:
-        frozen: before the call that ended the window.
-        window: the calls that are known.
-        accumulate: calls in a window.
-    """
+    """Return the frozen state, from before the call that ended the window, as it was before the first known call of the
+    window, as far as gradients depend on it."""
     end = window[-1][0]
     earlier = end.number - window[0][0].number
     before = frozen._replace(step=frozen.step - earlier, key=frozen.key - torch.tensor([0, earlier]))
@@ -242,7 +221,8 @@ def _explained(
     if any(path.startswith("params/") for path, _ in leaves):
         parts.append("an earlier update has written weights that are not finite")
     shown = "; ".join(filter(None, (*parts, "the state is the one before that call")))
-    listed = "" if items is None else f", items {_listed(items)}"
+    more = f", ... ({len(items)} in all)" if items and len(items) > _ITEMS else ""
+    listed = "" if items is None else f", items [{', '.join(map(str, items[:_ITEMS]))}{more}]"
     explained = _like(
         error,
         f"{_FINITE if is_finite else 'the loss or a gradient is not finite'} at call {call.number}: {shown}",
@@ -256,13 +236,8 @@ def _explained(
 
 
 def explain_from(error: NonFiniteError, bad: list[list[str] | None], where: str) -> NonFiniteError:
-    """Return an error that names the leaves of batches that are not finite, by process.
-
-    Args:
-        error: of a halted state.
-        bad: for each process, its leaves; None if its batches are unknown.
-        where: the place in the data, "" if it is unknown.
-    """
+    """Return an error that names the leaves of batches that are not finite, by process. ``bad`` has those of each
+    process, None if its batches are unknown."""
     texts = [f"process {rank}: {', '.join(leaves[:_SHOWN])}" for rank, leaves in enumerate(bad) if leaves]
     cause = f"; not finite in {'; '.join(texts)}" if texts else "; the batches of all processes are finite now"
     if not texts and None in bad:
@@ -270,23 +245,11 @@ def explain_from(error: NonFiniteError, bad: list[list[str] | None], where: str)
     return _like(error, f"{error.what}{cause}", where=where or error.where)
 
 
-def _bad_in(window: list[tuple[Call, Any]]) -> list[str] | None:
-    """The leaves of these calls' batches that are not finite; None if no batch is held."""
-    batches = [batch for _, batch in window if batch is not None]
-    found = [f"{path} ({count} not finite)" for batch in batches for path, count in bad_leaves({"batch": batch})]
-    return found if batches else None
-
-
 def _like(error: NonFiniteError, what: str, *, where: str = "", hint: str = "") -> NonFiniteError:
     """Return an error of the same call with another text."""
     found = NonFiniteError(what, where=where or error.where, hint=hint or error.hint)
     found.step = error.step
     return found
-
-
-def _listed(items: list[Any]) -> str:
-    more = f", ... ({len(items)} in all)" if len(items) > _ITEMS else ""
-    return f"[{', '.join(str(item) for item in items[:_ITEMS])}{more}]"
 
 
 def write_replay_file(error: PurestepError, snapshots: Snapshots | None) -> None:

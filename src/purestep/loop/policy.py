@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from .. import data, stopping
 from ..errors import ConfigError
@@ -26,25 +25,16 @@ _log = logging.getLogger("purestep")
 # --- best and early stop ----------------------------------------------------------------------------------------------
 
 
-def monitor(config: FitConfig, loaders: Collection[str], count: Callable[[int], int | None]) -> Monitor:
-    """Return the monitor of a run: the metric and the direction in which it is better.
-
-    Args:
-        config: of the run.
-        loaders: names of the evaluation loaders.
-        count: batches of an epoch (0-based), None if they are unknown before its end.
+def monitor(config: FitConfig, loaders: Collection[str]) -> Monitor:
+    """Return the monitor of a run with these evaluation loaders.
 
     Raises:
         ConfigError: early stopping without a metric.
     """
     metric = config.monitor or ("val_loss" if "val" in loaders else None)
     if metric is None:
-        _need_metric(config, {"train_loss"})
-    mode = config.mode or stopping.default_mode(metric or "loss")
-    own = [name for name in loaders if metric and name == _loader_of(metric, loaders)]
-    # A training metric has a value in every row, whichever loader the row was made for.
-    inside = any(is_inside(config.interval(name)) for name in own or loaders)
-    return Monitor(metric, mode, config, batches=count if inside else None)
+        _need_metric(config)
+    return Monitor(metric, config.mode or stopping.default_mode(metric or "loss"), config)
 
 
 class Monitor(NamedTuple):
@@ -53,7 +43,6 @@ class Monitor(NamedTuple):
     metric: str | None
     mode: stopping.Mode
     config: FitConfig
-    batches: Callable[[int], int | None] | None = None  # of an epoch, if the metric is measured inside epochs
 
     def resumed(self, loop: LoopState) -> LoopState:
         """Return the state to go on with, without the best of another metric."""
@@ -95,13 +84,8 @@ class Monitor(NamedTuple):
         rule = self.config.early_stopping
         if rule is None or not rule.start_ratio:
             return None
-        epochs, steps = self.config.epochs, self.config.steps
-        places: list[tuple[int, int]] = []
-        if epochs not in (None, -1):
-            parts = (self.batches and self.batches(loop.epoch)) or 1  # positions inside an epoch
-            places.append((loop.epoch * parts + min(loop.batch, parts - 1), epochs * parts))
-        if steps not in (None, -1):
-            places.append((loop.updates, steps))
+        limits = (loop.epoch, self.config.epochs), (loop.updates, self.config.steps)
+        places = [(passed, limit) for passed, limit in limits if limit is not None and limit != -1]
         return max(places, key=lambda place: place[0] / rule.start(place[1]))
 
     def improved(self, before: LoopState, after: LoopState) -> bool:
@@ -129,12 +113,13 @@ class Monitor(NamedTuple):
         if self.metric is None or self.metric in known or not evaluated:
             return
         if self.config.monitor is None:
-            _need_metric(self.config, known)
+            _need_metric(self.config)
             return
+        metrics = sorted(known - {"epoch", "step"})
         raise ConfigError(
-            f"monitor={self.metric!r} is not among the metrics: {_metrics(known)}",
+            f"monitor={self.metric!r} is not among the metrics: {metrics}",
             where="fit",
-            hint=f"monitor={_nearest(self.metric, known)!r}",
+            hint=f"monitor={nearest(self.metric, metrics, likeness=0.0)!r}",
         )
 
     def best(self, loop: LoopState) -> dict[str, Cell] | None:
@@ -152,31 +137,13 @@ def _loader_of(name: str, loaders: Iterable[str]) -> str | None:
     return max((loader for loader in loaders if name.startswith(f"{loader}_")), key=len, default=None)
 
 
-def _need_metric(config: FitConfig, known: Iterable[str]) -> None:
+def _need_metric(config: FitConfig) -> None:
     if config.early_stopping is not None:
         raise ConfigError(
             "early_stopping without a metric: monitor is not set, and there is no val_loss",
             where="fit",
-            hint=f"monitor={_likely(known)!r}",
+            hint="monitor='train_loss'",
         )
-
-
-def _metrics(known: Iterable[str]) -> list[str]:
-    return sorted(set(known) - {"epoch", "step"})
-
-
-def _nearest(metric: str, known: Iterable[str]) -> str:
-    """Return a name that contains ``metric`` or ends so ("val_f1" for "train_f1"), else a similar one or a loss."""
-    names = sorted(_metrics(known), key=lambda name: (name.startswith("train_"), len(name)))
-    end = metric[max(0, metric.find("_")) :]
-    alike = [*(name for name in names if metric in name), *(name for name in names if name.endswith(end))]
-    return next(iter(alike), nearest(metric, names)) or _likely(known)
-
-
-def _likely(known: Iterable[str]) -> str:
-    """Return the name of a loss, of an evaluation if there is one."""
-    names = sorted(known, key=lambda name: (name.startswith("train_"), name))
-    return next((name for name in names if name.endswith("loss")), "val_loss")
 
 
 # --- limits -----------------------------------------------------------------------------------------------------------
@@ -220,41 +187,26 @@ def warn_of_no_update(loop: LoopState) -> None:
         )
 
 
-_WARNED: weakref.WeakSet[Any] = weakref.WeakSet()  # `Static.made.steps` of programs, which no other program has
 _TOO_MUCH = 0.05  # share of the first weights in the average, above which it is no average of the end of the run
 
 
 def warn_of_short_average(program: Program, config: FitConfig, feed: data.Feed) -> None:
-    """Warn of a run whose average would still hold much of its first weights at the end: once for a program."""
-    static, updates = program.static, planned_updates(program, config, feed)
-    if static is None or static.first_share is None or not updates or config.fast_dev_run:
+    """Warn of a run whose average would still hold much of its first weights at the end."""
+    static = program.static
+    if static is None or static.first_share is None or config.fast_dev_run:
         return
-    if static.made.steps in _WARNED:
-        return
-    share = static.first_share(updates)
-    if share > _TOO_MUCH:
-        _WARNED.add(static.made.steps)
-        _log.warning(
-            "the average holds %.0f %% of the first weights after the %d updates of this run, too few for its decay "
-            "(cure: warmup=True in ps.ema.average, or a smaller decay)",
-            *(100 * share, updates),
-        )
-
-
-def planned_updates(program: Program, config: FitConfig, feed: data.Feed) -> int | None:
-    """Return the optimizer updates of a whole run, None if they are unknown."""
-    found = [] if config.steps in (None, -1) else [config.steps]
+    limits = [] if config.steps in (None, -1) else [config.steps]
     batches = feed.count(0) or feed.length
     if config.epochs not in (None, -1) and batches:
-        found.append(_updates_of(config.epochs, batches, program))
-    return min(found, default=None)
-
-
-def _updates_of(epochs: int, batches: int, program: Program) -> int:
-    window, tail = (program.static.accumulate, program.static.tail) if program.static else (1, "step")
-    if tail == "carry":  # a window goes on in the next epoch
-        return epochs * batches // window
-    return epochs * (batches // window if tail == "drop" else math.ceil(batches / window))
+        limits.append(config.epochs * batches // static.accumulate)
+    updates = min(limits, default=0)
+    share = static.first_share(updates) if updates else 0.0
+    if share > _TOO_MUCH:
+        _log.warning(
+            "the average holds %.0f %% of the first weights after about %d updates, those of this run: too few for its "
+            "decay (cure: warmup=True in ps.ema.average, or a smaller decay)",
+            *(100 * share, updates),
+        )
 
 
 # --- when to evaluate -------------------------------------------------------------------------------------------------
@@ -262,6 +214,8 @@ def _updates_of(epochs: int, batches: int, program: Program) -> int:
 
 class EvalSchedule:
     """When the evaluation loaders are due: every n updates, or every fraction or number of epochs.
+
+    A fraction of an epoch is a number of batches, rounded up.
 
     Args:
         intervals: loader name -> int (updates) or float (epochs).
@@ -274,25 +228,17 @@ class EvalSchedule:
 
     def __init__(self, intervals: Mapping[str, int | float], feed: data.Feed, window: int) -> None:
         self._intervals = intervals
-        self._feed = feed
         self._window = window
-        self._fraction = next((every for every in intervals.values() if isinstance(every, float) and every < 1), None)
-        if self._fraction is not None and not feed.length:
-            text = f"evaluate_every={self._fraction} of a loader without length"
-            raise ConfigError(text, where="fit", hint="a number of updates: 1000")
-        self.has_inside = any(map(is_inside, intervals.values()))
+        self._batches: dict[str, int] = {}  # of the fractions
+        for name, every in intervals.items():
+            if isinstance(every, float) and every < 1:
+                length = feed.count(0) or feed.length
+                if not length:
+                    text = f"evaluate_every={every} of a loader without length"
+                    raise ConfigError(text, where="fit", hint="a number of updates: 1000")
+                self._batches[name] = -whole(-every * length)
+        self.has_inside = bool(self._batches) or any(isinstance(every, int) for every in intervals.values())
         """True if an evaluation may be due inside an epoch."""
-
-    def warn_of_length(self, loop: LoopState) -> None:
-        """Warn at the end of an epoch if fractions of it were those of a wrong length."""
-        length = self._length(loop)
-        if self._fraction is None or loop.batch == length or self._feed.count(loop.epoch) is not None:
-            return
-        _log.warning(
-            "evaluate_every=%g of epoch %d assumed %d batches, but there were %d: len(loader) is wrong (cure: a number "
-            "of updates)",
-            *(self._fraction, loop.epoch + 1, length, loop.batch),
-        )
 
     def depends_on_pending(self, loop: LoopState) -> bool:
         """True if an interval of updates has passed, provided that all pending ones are applied."""
@@ -305,37 +251,17 @@ class EvalSchedule:
         ends here.
         """
         since = max(0, loop.batch - self._window)  # the last place in this epoch without an open window
-        return [
-            name
-            for name, every in self._intervals.items()
-            if (_crossed(every, loop) if isinstance(every, int) else self._passed(every, since, loop))
-        ]
+        due = {name for name, part in self._batches.items() if loop.batch // part > since // part}
+        due |= {name for name, every in self._intervals.items() if isinstance(every, int) and _crossed(every, loop)}
+        return [name for name in self._intervals if name in due]
 
     def at_end(self, loop: LoopState) -> list[str]:
         """Return the loaders to evaluate at the end of an epoch, which ``loop.epoch`` counts already."""
-        return [name for name, every in self._intervals.items() if _is_due_at_end(every, loop)]
-
-    def _passed(self, every: float, since: int, loop: LoopState) -> bool:
-        """True if a multiple of this fraction lies behind batch ``since`` and up to the last one."""
-        # A third of 7 batches ends behind batches 3, 5 and 7: the first batch at or past each multiple. The end of the
-        # epoch takes the last one.
-        part, inner = every * self._length(loop), math.ceil(1 / every - 1e-9) - 1
-        return every < 1 and min(whole(loop.batch / part), inner) > min(whole(since / part), inner)
-
-    def _length(self, loop: LoopState) -> int:
-        """The batches of the epoch that fractions refer to."""
-        return self._feed.count(loop.epoch) or self._feed.length or 1
-
-
-def is_inside(every: int | float) -> bool:
-    """True if an evaluation with this interval may be due inside an epoch."""
-    return isinstance(every, int) or every < 1
-
-
-def _is_due_at_end(every: int | float, loop: LoopState) -> bool:
-    if isinstance(every, int):
-        return _crossed(every, loop)
-    return every < 1 or loop.epoch % int(every) == 0
+        return [
+            name
+            for name, every in self._intervals.items()
+            if (_crossed(every, loop) if isinstance(every, int) else every < 1 or loop.epoch % int(every) == 0)
+        ]
 
 
 def _crossed(every: int, loop: LoopState) -> bool:

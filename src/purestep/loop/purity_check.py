@@ -7,9 +7,7 @@ import sys
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from .. import data, tree
 from ..compile import plain
 from ..diagnostics import purity
 from ..errors import PurestepError, StepContractError
@@ -20,7 +18,6 @@ from ..types import Form, Metrics, Params, Program, TrainState, Tree
 from .evaluate import check_pair
 
 FIRST = 2  # calls that are checked in every run
-_STATES = 3  # states that must fit into the free memory of the device
 _SHOWN = 8  # names in a message
 _log = logging.getLogger("purestep")
 
@@ -44,12 +41,8 @@ class PurityCheck:
         """The number of the next call to check, from 1."""
 
     def __call__(self, state: Tree, batch: Any, place: str) -> tuple[Tree, Metrics] | None:
-        """Return the result of the eager step; None if there is not enough memory to check it.
-
-        Args:
-            state: stays as it is, like the batch.
-            batch: of the step.
-            place: of the batch, for messages.
+        """Return the result of the eager step; None if the memory is too small to check it, or if a step that the run
+        uses compiled fails in eager mode. ``place`` is that of the batch, for messages.
 
         Raises:
             StepContractError: the step is not pure; with the kind of impurity and the leaf.
@@ -58,10 +51,14 @@ class PurityCheck:
         step = 1 if self._made < FIRST else self._every
         self.next_call = self.next_call + step if step else sys.maxsize
         state = plain(state)
-        if not _has_room(state):
-            return self._unchecked()
         try:
-            result = self._observe(state, batch)
+            with passes.checking():
+                result = purity.observe(
+                    lambda: check_pair(self._step(state, batch)),
+                    {"state": state, "batch": batch},
+                    again=lambda: check_pair(self._reach.step(state, batch)),
+                    leaks=self._made == 1,
+                )
             self._reach.check(state, result[1])
         except purity.Impure as error:
             where = f"train_step, {place}" + (f", {error.where}" if error.where != "step" else "")
@@ -69,7 +66,6 @@ class PurityCheck:
         except torch.OutOfMemoryError:
             return self._unchecked()
         except Exception as error:
-            # An error of the eager step alone does not matter to a run that uses a compiled one.
             if isinstance(error, PurestepError) or not self._compiled:
                 raise
             return self._unchecked()
@@ -78,26 +74,8 @@ class PurityCheck:
                 torch.cuda.empty_cache()  # eager activations are larger than those of a graph
         return result
 
-    def _observe(self, state: Tree, batch: Any) -> tuple[Tree, Metrics]:
-        with passes.checking():
-            return purity.observe(
-                lambda: check_pair(self._step(state, batch)),
-                {"state": state, "batch": batch},
-                again=lambda: check_pair(self._reach.step(state, batch)),
-                leaks=self._made == 1,
-            )
-
     def _unchecked(self) -> None:
-        _log.info("the step is not checked: it does not run twice in eager mode within the free memory")
-
-
-def _has_room(state: Tree) -> bool:
-    device = data.device_of(state)
-    if device.type != "cuda":
-        return True
-    needed = _STATES * sum(leaf.nbytes for leaf in tree.leaves(state) if isinstance(leaf, Tensor))
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) >= needed
+        _log.info("the step is not checked: it does not run in eager mode, or not within the memory of the device")
 
 
 class _GradientReach:
@@ -131,8 +109,11 @@ class _GradientReach:
         Raises:
             Impure: no parameter has a gradient.
         """
-        if not self._known or self._calls == FIRST or not _has_loss(metrics):
+        if not self._known or self._calls == FIRST:
             return
+        loss = metrics.get("loss")
+        if loss is None or not ((loss.total != 0) & (loss.weight != 0)).any():
+            return  # the batch has no targets, or no loss to learn from
         self._calls += 1
         if self._calls < FIRST:
             return
@@ -148,9 +129,3 @@ class _GradientReach:
 
 def _few(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
-
-
-def _has_loss(metrics: Metrics) -> bool:
-    """True if the batch has targets and a loss to learn from."""
-    loss = metrics.get("loss")
-    return loss is not None and bool(((loss.total != 0) & (loss.weight != 0)).any())

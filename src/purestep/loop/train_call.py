@@ -18,7 +18,7 @@ from ..diagnostics import not_finite, purity
 from ..errors import NonFiniteError, PurestepError, StepContractError
 from ..step import counting
 from ..types import Metrics, Program, TrainState, Tree
-from .evaluate import check_pair
+from .evaluate import pair_of
 from .loop_state import LoopState
 from .nonfinite_steps import FOUND, can_halt, halts
 from .purity_check import PurityCheck
@@ -127,7 +127,7 @@ class TrainCall:
 
     def _unchecked(self, state: Tree, batch: Any) -> tuple[Tree, Metrics | MetricVector]:
         result = self._step(state, batch)
-        return result if self._compiled else check_pair(result)  # a graph's result is checked at capture
+        return result if self._compiled else pair_of(result)  # a graph's result is checked at capture
 
     def _other_batch(self, batch: Any) -> None:
         self._check_batch(batch, self._loop.epoch, self._loop.batch)

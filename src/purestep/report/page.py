@@ -70,8 +70,8 @@ def write_page(runs: list[StoredRun], path: Path | str) -> int:
 <body><h1>{title}</h1><p>Written {when(time.time())} by purestep.</p>
 {_compared("Runs", list(map(_facts, runs)), names)}
 {charts}
-{_compared("Settings of fit", list(map(_settings, runs)), names)}
-{_compared("Versions and machine", [_environment(run) for run in runs], names)}
+{_compared("Settings of fit", [{} if run.info is None else run.info.settings for run in runs], names)}
+{_compared("Versions and machine", [{} if run.newest is None else run.newest.environment for run in runs], names)}
 {"".join(_snapshots(run, name) for run, name in zip(runs, names, strict=True))}</body></html>
 """.encode()
     write_bytes(target, data)
@@ -184,17 +184,9 @@ def _facts(run: StoredRun) -> dict[str, str]:
     return facts
 
 
-def _settings(run: StoredRun) -> dict[str, Any]:
-    return {} if run.info is None else {name: value for name, value in run.info.settings.items() if value is not None}
-
-
-def _environment(run: StoredRun) -> Mapping[str, Any]:
-    return {} if run.newest is None else run.newest.environment
-
-
 def _compared(title: str, columns: list[Mapping[str, Any]], names: list[str]) -> str:
     """A table with a column per run. Rows that differ between runs come first and are marked."""
-    keys = dict.fromkeys(key for column in columns for key in column)
+    keys = dict.fromkeys(key for column in columns for key, value in column.items() if value is not None)
     differing = {key for key in keys if len({str(column.get(key)) for column in columns}) > 1}
     rows = [
         (key in differing, [key, *("—" if column.get(key) is None else str(column[key]) for column in columns)])

@@ -97,8 +97,10 @@ def read_run(path: Path | str, *, verify: bool = False) -> StoredRun:
 
 def _state(holder: Holder | None, info: RunInfo | None) -> tuple[str, str]:
     ended = info is not None and info.ended is not None
-    if info is not None and holder is not None and datetime.fromisoformat(holder.since) > _moment(info):
-        info, ended = None, False  # a newer run holds the lock, and has not written its record yet
+    if info is not None and holder is not None:
+        last = datetime.fromisoformat(info.ended or info.started).astimezone()
+        if datetime.fromisoformat(holder.since) > last:
+            info, ended = None, False  # a newer run holds the lock, and has not written its record yet
     if holder is not None and not ended:
         who = f"process {holder.pid} on {holder.host}, since {when(holder.since)}"
         if holder.alive:
@@ -124,11 +126,6 @@ _REASONS = {
     "max_time": "its time was over (max_time)",
     "early_stopping": "early stopping",
 }
-
-
-def _moment(info: RunInfo) -> datetime:
-    """The time of the last entry."""
-    return datetime.fromisoformat(info.ended or info.started).astimezone()
 
 
 def when(moment: str | float) -> str:

@@ -42,7 +42,8 @@ class Guarded:
     def __call__(self, event: Event) -> None:
         if self._wants is not None and not isinstance(event, self._wants):
             return
-        light = _without_tensors(event)
+        heavy = {name: None for name in ("state", "batch") if getattr(event, name, None) is not None}
+        light = dataclasses.replace(event, **heavy) if heavy else event
         if self._foreground:
             self._deliver(light)
             return
@@ -129,8 +130,3 @@ def guarded(sink: Sink, *, capacity: int = 1 << 16, patience: float = 5.0) -> Gu
     if isinstance(sink, Guarded):
         return sink
     return Guarded(sink, capacity=capacity, patience=patience)
-
-
-def _without_tensors(event: Event) -> Event:
-    heavy = {name: None for name in ("state", "batch") if getattr(event, name, None) is not None}
-    return dataclasses.replace(event, **heavy) if heavy else event

@@ -36,14 +36,11 @@ class OutputFile:
         """Rename an existing file to the next free name ``name.1.suffix``, ``name.2.suffix``, ..."""
         path = self.path
         if path.exists():
-            path.rename(next(free for n in count(1) if not (free := _numbered(path, n)).exists()))
+            names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in count(1))
+            path.rename(next(name for name in names if not name.exists()))
 
     def close(self) -> None:
         """Do nothing: no file stays open."""
-
-
-def _numbered(path: Path, number: int) -> Path:
-    return path.with_name(f"{path.stem}.{number}{path.suffix}")
 
 
 def finite(value: Any) -> Any:

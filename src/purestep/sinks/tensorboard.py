@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,33 +21,22 @@ class TensorBoard:
         self.directory = directory.absolute()  # a callback may call os.chdir
         self._make = writer
         self._writer: Any = None
-        self._second = 0  # time of the last event file, in seconds
         self._written: dict[str, int] = {}  # tag -> update of its last point
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, FitStart):
+            self.close()
             # TensorBoard ignores the points that a killed run wrote after its last snapshot, or without one.
-            self._open(event.updates + 1 if event.resumed else 0)
+            purge_step = event.updates + 1 if event.resumed else 0
+            self._writer = self._make(str(self.directory), purge_step=purge_step)
+            self._written = {}
         elif isinstance(event, (Logged, EpochEnd)):
             for tag, value in points(event).items():
-                if self._is_new(tag, event.updates):
+                last, self._written[tag] = self._written.get(tag, -1), event.updates
+                if last < event.updates:  # two rows of the history may have the same update
                     self._writer.add_scalar(tag, value, event.updates)
         elif isinstance(event, FitEnd):
             self.close()
-
-    def _open(self, purge_step: int) -> None:
-        """Begin an event file that voids earlier points at and after ``purge_step``."""
-        self.close()
-        while int(time.time()) <= self._second:  # files are read in the order of names, which contain the second
-            time.sleep(0.02)
-        self._second = int(time.time())
-        self._writer = self._make(str(self.directory), purge_step=purge_step)
-        self._written = {}
-
-    def _is_new(self, tag: str, updates: int) -> bool:
-        """True once for a tag and an update: two rows of the history may have the same update."""
-        last, self._written[tag] = self._written.get(tag, -1), updates
-        return last < updates
 
     def close(self) -> None:
         """Flush and close the event file."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..errors import ConfigError, Mismatch, StateError
 from ..files import local_path, replacing, write_failed
@@ -109,7 +109,7 @@ def weights(
     found.update({name: value for name, value in shown.buffers.items() if name in static.persistent})
     found.update({alias: found[name] for alias, name in static.ties.items()})
     names = _chosen(sorted(name for name in found if not name.startswith(OBJECTIVE)), only)
-    return {name: _copy(found[name]) for name in names}
+    return {name: found[name].detach().to("cpu", copy=True).contiguous() for name in names}
 
 
 def _chosen(names: list[str], only: str | Iterable[str] | None) -> list[str]:
@@ -126,10 +126,6 @@ def _chosen(names: list[str], only: str | Iterable[str] | None) -> list[str]:
             raise ConfigError(f"{pattern!r} matches no weight", where="only", hint=hint)
         chosen |= matched
     return [name for name in names if name in chosen]
-
-
-def _copy(value: Tensor) -> Tensor:
-    return value.detach().to("cpu", copy=True).contiguous()
 
 
 def load_into(module: nn.Module, state: TrainState, view: str | None = None) -> None:
