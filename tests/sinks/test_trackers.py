@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import logging
 import struct
 from collections.abc import Iterator
@@ -91,14 +92,67 @@ def test_mlflow_has_each_point_once_and_how_the_run_ended(store: Any, tmp_path: 
         mlflow(tracking_uri=uri, run_id="no-such-run")(start(tmp_path))
 
 
-@pytest.mark.parametrize("resumed", [False, True])
-def test_a_resumed_run_goes_on_with_the_id_in_its_directory(resumed: bool, tmp_path: Path):
-    server = WandbServer()
+class Server:
+    """A stand-in for MLflow's client: runs by id, with experiment and tags."""
+
+    def __init__(self, **runs: tuple[str, str]) -> None:
+        self.runs = {name: (place, {"mlflow.user": user}) for name, (place, user) in runs.items()}
+        self.written: list[str] = []
+
+    def get_run(self, run_id: str) -> Any:
+        place, tags = self.runs[run_id]
+        return SimpleNamespace(info=SimpleNamespace(experiment_id=place, user_id="x"), data=SimpleNamespace(tags=tags))
+
+    def get_experiment_by_name(self, name: str) -> Any:
+        return SimpleNamespace(experiment_id="7")
+
+    def create_run(self, place: str, run_name: str | None) -> Any:
+        self.runs["new"] = place, {}
+        return SimpleNamespace(info=SimpleNamespace(run_id="new"))
+
+    def set_tag(self, run_id: str, name: str, value: str) -> None:
+        self.runs[run_id][1][name] = value
+
+    def update_run(self, run_id: str, status: str) -> None:
+        self.written.append(run_id)
+
+    def log_batch(self, run_id: str, **values: Any) -> None:
+        self.written.append(run_id)
+
+
+OWNERS = {"mine": ("7", getpass.getuser()), "theirs": ("7", "eve"), "elsewhere": ("8", getpass.getuser())}
+
+
+@pytest.mark.parametrize("run_id", ["mine", "theirs", "elsewhere", "gone", "../x", "a b"])
+def test_an_id_in_a_directory_goes_on_only_with_a_run_of_the_same_project_and_user(
+    run_id: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    server, entities = Server(**OWNERS), SimpleNamespace(Param=lambda *pair: pair)
+    sink = trackers.MLflow(server, entities, None, {"experiment": "digits", "name": None, "params": {}})
+    (tmp_path / "mlflow_id.txt").write_text(run_id)
+    with caplog.at_level(logging.WARNING, "purestep"):
+        sink(start(tmp_path, updates=4, resumed=True))
+    expected = "mine" if run_id == "mine" else "new"
+    assert sink.run_id == expected == (tmp_path / "mlflow_id.txt").read_text().strip()
+    assert set(server.written) <= {expected}
+    assert ("begins a new run" in caplog.text) == (expected == "new")
+    assert trackers.MLflow(server, entities, None, sink._settings)._found(tmp_path / "mlflow_id.txt") == expected
+
+
+@pytest.mark.parametrize("user", ["me", "eve"])
+def test_wandb_asks_its_server_whose_run_it_is(user: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    asked: list[str] = []
+
+    def run(path: str) -> Any:
+        asked.append(path)
+        return SimpleNamespace(user=SimpleNamespace(username=user))
+
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    client = SimpleNamespace(Api=lambda: SimpleNamespace(run=run, viewer=SimpleNamespace(username="me")))
+    sink = trackers.Wandb(client, None, {"project": "digits", "name": None})
     (tmp_path / "wandb_id.txt").write_text("abc\n")
-    sink = trackers.Wandb(server, None, {})
-    sink(start(tmp_path, updates=4, resumed=resumed))
-    assert (sink.run_id == "abc") == resumed
-    assert (tmp_path / "wandb_id.txt").read_text().strip() == sink.run_id
+    assert sink._found(tmp_path / "wandb_id.txt") == ("abc" if user == "me" else None)
+    assert asked == ["digits/abc"]
 
 
 # --- Weights & Biases -------------------------------------------------------------------------------------------------

@@ -1,21 +1,30 @@
 """Loggers of other projects, each through its own client library: Weights & Biases and MLflow.
 
 Both get the same values: ``train/loss``, ``train/lr``, ... from log lines, ``epoch/val_loss``, ... from rows of the
-history, over optimizer updates. A run that resumes goes on in the logger's run, whose id is in a file of the run's
-directory: delete the file to begin a new one.
+history, over optimizer updates. A run that resumes goes on in the logger's run, whose id is in the run's directory, if
+the logger has it in the same project, of the same user.
 """
 
 from __future__ import annotations
 
+import getpass
 import importlib
+import logging
+import os
+import re
 import time
 import uuid
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
 from ..events import EpochEnd, Event, FitEnd, FitStart, Logged
 from ..files import read_regular, write_bytes
+
+_log = logging.getLogger("purestep")
+_ID = re.compile("[A-Za-z0-9_-]{1,64}")
+_USER = "mlflow.user"  # MLflow's tag, which its client does not set
 
 
 def points(event: Logged | EpochEnd) -> dict[str, float]:
@@ -48,8 +57,7 @@ class Tracker:
         if isinstance(event, FitStart):
             path = None if event.directory is None else event.directory / self.file
             if not self._is_fixed:
-                known = path if event.resumed and path is not None and path.exists() else None
-                self.run_id = None if known is None else read_regular(known, 1 << 10).decode().strip()
+                self.run_id = self._found(path) if event.resumed and path is not None else None
             self.run_id = self._open(event, self.run_id)
             if path is not None:
                 write_bytes(path, f"{self.run_id}\n".encode())
@@ -59,6 +67,25 @@ class Tracker:
                 self._log(new, event.updates)
         elif isinstance(event, FitEnd):
             self._end(event)
+
+    def _found(self, path: Path) -> str | None:
+        """The id in the directory, which others may have written: of a run of the same project and user, or None."""
+        try:
+            run_id = read_regular(path, 1 << 10).decode().strip()
+            if not _ID.fullmatch(run_id):
+                raise ValueError("not an id")
+            if not self._is_own(run_id):
+                raise ValueError(f"run {run_id} belongs to another project or user")
+        except FileNotFoundError:
+            return None
+        except Exception as error:  # of the logger's client too
+            _log.warning("%s: %s; begins a new run (cure: to go on with that one, pass its id)", path, error)
+            return None
+        return run_id
+
+    def _is_own(self, run_id: str) -> bool:
+        """True if the logger has this run in the project of this sink, begun by this user."""
+        raise NotImplementedError
 
     def _open(self, event: FitStart, run_id: str | None) -> str:
         """Begin a run of the logger, or go on with the one of this id; return its id."""
@@ -74,6 +101,13 @@ class Tracker:
 
     def _end(self, event: FitEnd) -> None:
         raise NotImplementedError
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, ModuleNotFoundError, OSError):  # a number without a name, in a container
+        return f"uid_{os.getuid()}"
 
 
 def _limits(event: FitStart) -> dict[str, Any]:
@@ -96,6 +130,14 @@ class Wandb(Tracker):
         self._settings = settings
         self._run: Any = None
         self._known: dict[str, int] = {}  # group -> last update stored before this run
+
+    def _is_own(self, run_id: str) -> bool:
+        if (self._settings.get("mode") or os.environ.get("WANDB_MODE", "online")) != "online":
+            local = Path(self._settings.get("dir") or os.environ.get("WANDB_DIR") or ".", "wandb")
+            return any(found.lstat().st_uid == os.getuid() for found in local.glob(f"*run-*-{run_id}"))
+        api = self._client.Api()
+        place = [self._settings.get("entity"), self._settings.get("project"), run_id]
+        return api.run("/".join(filter(None, place))).user.username == api.viewer.username
 
     def _open(self, event: FitStart, run_id: str | None) -> str:
         self._finish(0)
@@ -145,13 +187,16 @@ class MLflow(Tracker):
         self._settings = settings
         self._known: dict[str, int] | None = None  # name -> last update stored before a resume
 
+    def _is_own(self, run_id: str) -> bool:
+        run = self._client.get_run(run_id)
+        user = run.data.tags.get(_USER) or run.info.user_id
+        return (str(run.info.experiment_id), user) == (self._experiment(), _user())
+
     def _open(self, event: FitStart, run_id: str | None) -> str:
         self._known = None if run_id is None else {}
         if run_id is None:
-            name = self._settings["experiment"]
-            found = self._client.get_experiment_by_name(name)
-            place = str(self._client.create_experiment(name) if found is None else found.experiment_id)
-            run_id = str(self._client.create_run(place, run_name=self._settings["name"]).info.run_id)
+            run_id = str(self._client.create_run(self._experiment(), run_name=self._settings["name"]).info.run_id)
+            self._client.set_tag(run_id, _USER, _user())
             params = {**_limits(event), **self._settings["params"]}
             entries = [self._entities.Param(str(name), str(value)) for name, value in params.items()]
             for start in range(0, len(entries), 100):  # the most that a server takes
@@ -159,6 +204,11 @@ class MLflow(Tracker):
         else:
             self._client.update_run(run_id, status="RUNNING")
         return run_id
+
+    def _experiment(self) -> str:
+        name = self._settings["experiment"]
+        found = self._client.get_experiment_by_name(name)
+        return str(found.experiment_id if found is not None else self._client.create_experiment(name))
 
     def _log(self, values: Mapping[str, float], updates: int) -> None:
         if self.run_id is not None:
