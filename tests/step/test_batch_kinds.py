@@ -591,9 +591,10 @@ def test_the_cures_of_an_ambiguous_list_are_cut() -> None:
     assert [len(part["x"]) for part in cut({"x": [{"picture": torch.ones(3, 8, 8)} for _ in range(3)]})] == [2, 1]
 
 
-def test_a_batch_of_examples_is_cut_by_examples() -> None:
-    batch = [{"x": torch.ones(n, 2), "y": torch.ones(())} for n in (1, 2, 3)]
-    assert shapes(cut(batch)) == [[{"x": (1, 2), "y": ()}, {"x": (2, 2), "y": ()}], [{"x": (3, 2), "y": ()}]]
+def test_a_batch_that_is_a_list_is_a_list_of_columns() -> None:
+    examples = [{"x": torch.ones(n, 2), "y": torch.ones(())} for n in (1, 2, 3)]
+    with pytest.raises(DataError, match=r"1 rows in 0/x and 2 rows in 1/x; 2 micro-batches need equal numbers of rows"):
+        cut(examples)
     pairs = [(torch.ones(n, 2), torch.ones(1)) for n in (2, 3)]
     with pytest.raises(DataError, match=r"2 rows in 0/0 and 1 rows in 0/1; 2 micro-batches need equal numbers of rows"):
         cut(pairs)
