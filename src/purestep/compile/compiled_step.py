@@ -91,7 +91,7 @@ class CompiledStep:
         self._is_windowed = static is not None and static.accumulate > 1
         self._steps: dict[packed.Packing | None, Callable[..., Any]] = {None: step}
         self._graphs = Graphs(options, step)
-        self._last: dict[tuple[type[Accum], ...], _Last] = {}
+        self._last: dict[tuple[type[Accum], ...], _Last] = self._graphs.last
 
     @property
     def graphs(self) -> int:
@@ -107,7 +107,6 @@ class CompiledStep:
     @batch_sizes.setter
     def batch_sizes(self, met: Met) -> None:
         self._graphs.begin(met)
-        self._last.clear()
 
     def __call__(self, state: Any, *batch: Any) -> tuple[Any, Metrics]:
         if tracing.in_graph():  # called by a step that is being captured
