@@ -180,14 +180,23 @@ class Graphs:
         kind = sizes.kind(leaves)
         met = self._met.get(kind, [])
         decided_by = sizes.extended(met, leaves)
-        graph = None
+        general = None
         if not sizes.is_first(decided_by, leaves) and len(decided_by) > sizes.FIRST:
-            graph = self._general_graph((exact[0], ranks(leaves)), decided_by, leaves, tensors, build)
+            general = self._general_graph((exact[0], ranks(leaves)), decided_by, leaves, tensors, build)
+        graph = general.graph if general is not None and general.fits(leaves) else None
         graph = graph or self._exact_graph(exact, leaves, tensors, build)
         if decided_by is not met:  # only now: a batch that cannot be trained on does not count
             self._met[kind] = decided_by
             self._chosen.clear()
             self.last.clear()
+        if general is not None and general.graph is None and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{len(decided_by)} batch sizes, and no single graph accepts them all: each size is compiled "
+                "separately (cure: pad the batches to a few sizes; read a size as x.shape[0], not len(x))",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         self._chosen[exact] = graph
         return graph
 
@@ -211,20 +220,12 @@ class Graphs:
         leaves: list[Any],
         tensors: list[Tensor],
         build: Callable[[], Any],
-    ) -> CompiledGraph | None:
-        """The graph for all sizes that these decide, if it accepts the batch."""
+    ) -> _GeneralGraph:
+        """The graph for all sizes that these decide."""
         known = self._general.get(structure)
         if known is None or known.decided_by != decided_by or (known.graph and not known.graph.is_valid()):
             known = self._general[structure] = self._compile_general(build(), decided_by, leaves, tensors)
-        if known.graph is None and not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                f"{len(decided_by)} batch sizes, and no single graph accepts them all: each size is compiled "
-                "separately (cure: pad the batches to a few sizes; read a size as x.shape[0], not len(x))",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        return known.graph if known.graph is not None and known.fits(leaves) else None
+        return known
 
     def _compile_exact(self, core: Any, leaves: list[Any], tensors: list[Tensor]) -> CompiledGraph:
         flat, where, found = _flatten_core(core, leaves, len(tensors))
