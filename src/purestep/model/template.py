@@ -82,45 +82,25 @@ def _copied(module: Any, memo: dict[int, Any]) -> Any:
         raise _not_copied(module, kept, error) from error
 
 
-_OLD_UTILITIES = {
-    "_g": "use torch.nn.utils.parametrizations.weight_norm instead of torch.nn.utils.weight_norm",
-    "_u": "use torch.nn.utils.parametrizations.spectral_norm instead of torch.nn.utils.spectral_norm",
-    "_mask": "call torch.nn.utils.prune.remove(layer, {name!r}), and use torch.nn.utils.parametrize to keep zeros zero",
-}
-"""Suffix of a tensor's name -> the cure for torch's utility that computes an attribute from this tensor."""
-
-
 def _not_copied(module: nn.Module, memo: dict[int, Any], error: Exception) -> StateError:
-    """The error for a failed copy: it names the attribute, or the submodule whose own copy fails."""
+    """The error for a failed copy, with the name of the attribute that fails."""
     known = memo | {id(part): part for part in module.modules()}  # copies of a part do not copy the others
     for name, part in module.named_modules():
         for attribute, value in vars(part).items():
-            if attribute in hidden.REGISTERED or _is_copied(value, known):
+            if attribute in hidden.REGISTERED:
                 continue
-            reason = str(error)
-            cure = f"keep it outside of the module, or define {type(part).__name__}.__deepcopy__"
-            if any(isinstance(each, Tensor) and each.grad_fn is not None for each in (value, *_contents(value))):
-                reason = "autograd computed it from other tensors"
-                utilities = [text for suffix, text in _OLD_UTILITIES.items() if hasattr(part, attribute + suffix)]
-                cure = (*utilities, "compute it in forward, or store value.detach()")[0].format(name=attribute)
-            what = f"the attribute of {type(part).__name__} cannot be copied: {reason}"
-            return StateError(what, where=f"{name}.{attribute}" if name else attribute, hint=cure)
-        if not _is_copied(part, {key: value for key, value in known.items() if key != id(part)}):
-            return StateError(
-                f"the module cannot be copied: {error}", where=name or type(part).__name__, hint=_ONLY_PLAIN
-            )
+            try:
+                copy.deepcopy(value, dict(known))
+            except (RuntimeError, TypeError):
+                what = f"the attribute of {type(part).__name__} cannot be copied: {error}"
+                return StateError(what, where=f"{name}.{attribute}" if name else attribute, hint=_ONLY_PLAIN)
     return StateError(f"the module cannot be copied: {error}", where=type(module).__name__, hint=_ONLY_PLAIN)
 
 
-_ONLY_PLAIN = "keep only parameters, buffers and plain values as attributes"
-
-
-def _is_copied(value: Any, memo: dict[int, Any]) -> bool:
-    try:
-        copy.deepcopy(value, dict(memo))
-    except (RuntimeError, TypeError):
-        return False
-    return True
+_ONLY_PLAIN = (
+    "keep only parameters, buffers and plain values as attributes, and a computed tensor as value.detach(); use "
+    "torch.nn.utils.parametrizations for weight_norm and spectral_norm, and prune.remove; or define __deepcopy__"
+)
 
 
 def weightless_copy(module: nn.Module) -> nn.Module:
