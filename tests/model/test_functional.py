@@ -802,18 +802,15 @@ class TestBound:
         bound = functional_.bind(functional_.template(net), *functional_.tensors(net))
         bound(torch.ones(1, 2))
         for name, cure in (
-            ("aux", "return it from forward"),
-            ("scale", "model.module.scale"),
-            ("weight", r"model.params\['weight'\]"),
-            ("forward", r"call model.call\('forward'"),
-            ("parameters", "model.params, a dict"),
-            ("named_buffers", "model.buffers, a dict"),
+            ("scale", "model.module.scale is a setting"),
+            ("weight", "model.params, .* hold its tensors"),
+            ("forward", r"model.call\('forward', ...\) runs a method"),
         ):
-            with pytest.raises(AttributeError, match=f"no attribute '{name}' .cure: {cure}"):
+            with pytest.raises(AttributeError, match=f"no attribute '{name}' .cure: .*{cure}"):
                 getattr(bound, name)
         with pytest.raises(StepContractError, match="aux: the attribute is a Tensor, not a method .cure: add a method"):
             bound.call("aux")
-        with pytest.raises(StepContractError, match="parameters: the method returned a generator .cure: model.params"):
+        with pytest.raises(StepContractError, match="parameters: the method returned a generator .cure: read model"):
             bound.call("parameters")
 
     def test_it_shows_weights_mode_and_the_hollow_module(self):
@@ -910,25 +907,6 @@ class TestWhatCannotBeTrained:
             StateError, match=r"Net: the module has no parameters \(cure: put layers into nn\.ModuleList"
         ):
             program(Net())
-
-    def test_a_method_that_hides_the_mode_is_named(self):
-        class Layer(nn.Linear):
-            def train(self, x_pos: Tensor, x_neg: Tensor) -> None:  # type: ignore[override]
-                del x_pos, x_neg
-
-        class Quiet(nn.Linear):
-            def eval(self, *, loud: bool) -> Any:  # type: ignore[override]
-                return loud
-
-        class Fine(nn.Linear):
-            def train(self, mode: bool = True) -> Any:
-                return super().train(mode)
-
-        for layer, method in ((Layer, "train"), (Quiet, "eval")):
-            told = rf"^0: the class {layer.__name__} defines {method}\(self, .*cure: rename the method"
-            with pytest.raises(StateError, match=told):
-                functional_.template(nn.Sequential(layer(2, 2)))
-        functional_.template(nn.Sequential(Fine(2, 2)))
 
     @pytest.mark.parametrize(
         "utility",
@@ -1104,8 +1082,10 @@ class TestWhatCannotBeTrained:
 
     @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
     def test_embeddings_that_no_step_can_train_are_named(self, kind: type[nn.Module]):
-        with pytest.raises(StateError, match=rf"{kind.__name__}: max_norm=1\.0 writes the weights in the forward pass"):
-            functional_.template(kind(4, 2, max_norm=1.0))
+        chosen = ps.program(kind(4, 2, max_norm=1.0), lambda model, x: ps.Loss(model(x).sum(), 1), optim.sgd(0.1))
+        for step in (chosen.train_step, ps.compile_step(chosen.train_step, backend="aot_eager")):
+            with pytest.raises(StepContractError, match="weight: the forward pass writes in place this weight"):
+                step(chosen.init(), torch.tensor([[0, 1]]))
         with pytest.raises(StateError, match=r"^0: sparse=True makes a sparse gradient"):
             functional_.template(nn.Sequential(kind(4, 2, sparse=True)))
 

@@ -219,11 +219,14 @@ def check(modules: Iterable[tuple[str, nn.Module]], parameters: Named, buffers: 
         _check_tensor(name, value)
     _check_memory(dict(parameters), dict(buffers))
     for name, part in modules:
-        _check_mode(name or type(part).__name__, part)
         if name in ("", "objective"):
             _check_scripted(name or "model", part)
-        if isinstance(part, nn.Embedding | nn.EmbeddingBag):
-            _check_embedding(name or type(part).__name__, part)
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse and part.weight.requires_grad:
+            raise StateError(
+                "sparse=True makes a sparse gradient, which no step supports",
+                where=name or type(part).__name__,
+                hint="set sparse=False",
+            )
 
 
 def _check_tensor(name: str, value: Tensor) -> None:
@@ -310,32 +313,3 @@ def _check_scripted(name: str, part: nn.Module) -> None:
     if is_scripted and any(True for _ in (*part.parameters(), *part.buffers())):
         hint = "pass the plain nn.Module; ps.fit(..., compile=True) and ps.compile_step compile the whole step"
         raise StateError("the model is a module of torch.jit.script, which has no get_submodule", where=name, hint=hint)
-
-
-def _check_mode(name: str, part: nn.Module) -> None:
-    for method, args in (("train", (True,)), ("eval", ())):
-        own = getattr(type(part), method)
-        if own is getattr(nn.Module, method):
-            continue
-        try:
-            inspect.signature(own).bind(part, *args)
-        except TypeError as error:
-            raise StateError(
-                f"the class {type(part).__name__} defines {method}{inspect.signature(own)}, which hides "
-                f"nn.Module.{method}: a step cannot set the mode",
-                where=name,
-                hint=f"rename the method, for example to {method}_layer",
-            ) from error
-
-
-def _check_embedding(name: str, part: nn.Embedding | nn.EmbeddingBag) -> None:
-    if part.max_norm is not None:
-        raise StateError(
-            f"max_norm={part.max_norm} writes the weights in the forward pass",
-            where=name,
-            hint="set max_norm=None, and use torch.nn.utils.parametrize for the norm",
-        )
-    if part.sparse and part.weight.requires_grad:
-        raise StateError(
-            "sparse=True makes a sparse gradient, which no step supports", where=name, hint="set sparse=False"
-        )
