@@ -219,8 +219,6 @@ def check(modules: Iterable[tuple[str, nn.Module]], parameters: Named, buffers: 
         _check_tensor(name, value)
     _check_memory(dict(parameters), dict(buffers))
     for name, part in modules:
-        if name in ("", "objective"):
-            _check_scripted(name or "model", part)
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse and part.weight.requires_grad:
             raise StateError(
                 "sparse=True makes a sparse gradient, which no step supports",
@@ -306,10 +304,3 @@ def _address(value: Tensor) -> int:
 
 def _length(value: Tensor) -> int:
     return tensor_layout.extent(value) * value.element_size()
-
-
-def _check_scripted(name: str, part: nn.Module) -> None:
-    is_scripted = isinstance(part, torch.jit.RecursiveScriptModule)  # pyright: ignore[reportPrivateImportUsage]  # public
-    if is_scripted and any(True for _ in (*part.parameters(), *part.buffers())):
-        hint = "pass the plain nn.Module; ps.fit(..., compile=True) and ps.compile_step compile the whole step"
-        raise StateError("the model is a module of torch.jit.script, which has no get_submodule", where=name, hint=hint)
