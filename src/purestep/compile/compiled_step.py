@@ -144,8 +144,8 @@ class CompiledStep:
             except packed.Split as split:
                 self.packings.split(split.names)
                 fresh = self._copy_in(store.live())
-                store.begin()  # invalidates the input state
-                store.failed = False
+                store.begin()  # the input state is overwritten
+                store.end()
                 store = fresh
 
     def _call_once(self, store: StateBuffers, batch: tuple[Any, ...], unlike: Unlike) -> Metrics | MetricVector:
