@@ -245,21 +245,23 @@ class Graphs:
         """Compile one graph for batches of any size; without a graph if that fails."""
         varying = sizes.varying([sizes.shapes_of(each) for each in decided_by])
         given = sizes.example(decided_by, varying)
+        none = _GeneralGraph(decided_by, None, lambda batch: False)
+        if given is None:
+            return none
+        example = sizes.like(leaves, given)
+        flat, where, found = _flatten_core(core, example, len(tensors))
         made = None
-        if given is not None:
-            example = sizes.like(leaves, given)
-            flat, where, found = _flatten_core(core, example, len(tensors))
-            with suppress(Exception):  # a size as a Python number, a branch on a value: an exact graph raises the error
-                made = capture.compile_sizes(
-                    flat,
-                    tensors,
-                    [example[index] for index in where],
-                    [varying[index] for index in where],
-                    backend=self.options.backend,
-                    options=self.options.options,
-                )
+        with suppress(Exception):  # a size as a Python number, a branch on a value: an exact graph raises the error
+            made = capture.compile_sizes(
+                flat,
+                tensors,
+                [example[index] for index in where],
+                [varying[index] for index in where],
+                backend=self.options.backend,
+                options=self.options.options,
+            )
         if made is None:
-            return _GeneralGraph(decided_by, None, lambda batch: False)
+            return none
         run, traits, outside, fits = made
         self.count += 1
         graph = _compiled(run, traits, outside, core, where, len(example), *found)
