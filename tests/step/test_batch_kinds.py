@@ -366,7 +366,7 @@ def test_a_graph_takes_none_and_says_so(make: Any) -> None:
 
 @every_layout
 def test_no_part_is_made_of_them(make: Any) -> None:
-    with pytest.raises(DataError, match=r"batch: .*micro-?batches.*cure:"):
+    with pytest.raises(DataError, match=r"batch: .*(micro-?batches|parts).*cure:"):
         fit(holding(make), linear(objective=mixed, microbatches=2))
 
 
@@ -593,10 +593,10 @@ def test_the_cures_of_an_ambiguous_list_are_cut() -> None:
 
 def test_a_batch_that_is_a_list_is_a_list_of_columns() -> None:
     examples = [{"x": torch.ones(n, 2), "y": torch.ones(())} for n in (1, 2, 3)]
-    with pytest.raises(DataError, match=r"1 rows in 0/x and 2 rows in 1/x; 2 micro-batches need equal numbers of rows"):
+    with pytest.raises(DataError, match=r"1 rows in 0/x and 2 rows in 1/x; 2 parts need equal numbers of rows"):
         cut(examples)
     pairs = [(torch.ones(n, 2), torch.ones(1)) for n in (2, 3)]
-    with pytest.raises(DataError, match=r"2 rows in 0/0 and 1 rows in 0/1; 2 micro-batches need equal numbers of rows"):
+    with pytest.raises(DataError, match=r"2 rows in 0/0 and 1 rows in 0/1; 2 parts need equal numbers of rows"):
         cut(pairs)
 
 

@@ -164,16 +164,8 @@ class Bound:
         def call() -> Any:
             owner = getattr(self._module, target)
             found = owner if method == "__call__" else operator.attrgetter(method)(owner)
-            if not callable(found):
-                cure = f"add a method that returns it: def read_{method.rpartition('.')[2]}(self, ...)"
-                raise StepContractError(
-                    f"the attribute is a {type(found).__name__}, not a method", where=method, hint=cure
-                )
             numbers = self._module.numbers.read()
-            try:
-                output = found(*args, **kwargs)
-            except NotImplementedError as error:
-                raise _without_forward(error) from error
+            output = found(*args, **kwargs)
             self._module.numbers.check(numbers)
             if isinstance(output, Generator | nn.Module):  # they would be read when the module has no weights
                 raise StepContractError(
@@ -438,17 +430,6 @@ def _keep_eval(module: nn.Module, patterns: Iterable[str]) -> None:
             raise ConfigError(f"{pattern!r} matches no submodule", where="keep_eval", hint=hint)
         for name in matched:
             module.get_submodule(name).eval()
-
-
-def _without_forward(error: NotImplementedError) -> Exception:
-    """The error for a module that defines no forward; any other error as it is."""
-    if 'is missing the required "forward"' not in str(error):
-        return error
-    return StepContractError(
-        "the module defines no forward",
-        where=str(error).partition("[")[2].partition("]")[0],
-        hint='call one of its methods: model.call("encode", x) in an objective, program.bind(state).call("encode", x)',
-    )
 
 
 def _inner(name: str) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -21,22 +21,7 @@ from ..errors import DataError
 from ..torch_ext import tensor_layout
 from ..types import Batch
 
-
-class Words(NamedTuple):
-    """Texts of messages; ``{}`` stands for the number of parts."""
-
-    divide: str  # to divide a batch into parts
-    parts: str
-    empty_cure: str  # of a batch without rows
-    uneven_cure: str  # of tensors with different numbers of rows
-
-
-MICRO = Words(
-    "split into {} micro-batches",
-    "{} micro-batches",
-    "set microbatches=1",
-    "pass values that must not be split as context, or set microbatches=1",
-)
+_CURE = "pass values that all parts share as context, by a closure of the objective, or as a buffer of the model"
 
 
 def split(batch: Batch, count: int) -> Iterator[Batch]:
@@ -45,7 +30,7 @@ def split(batch: Batch, count: int) -> Iterator[Batch]:
     Raises:
         DataError: there is nothing to split, numbers of rows differ, a list is ambiguous, or there are too few rows.
     """
-    number, leaves, treedef = _by_rows(batch, count, MICRO)
+    number, leaves, treedef = _by_rows(batch, count)
     if number < count:
         hint = "set drop_last=True in the loader if it is the last batch of an epoch, or use fewer microbatches"
         raise DataError(f"the batch has {number} rows, too few for {count} micro-batches", where="batch", hint=hint)
@@ -62,18 +47,13 @@ def split(batch: Batch, count: int) -> Iterator[Batch]:
         yield tree.unflatten(treedef, [_part(leaf, number, start, end) for leaf in leaves])
 
 
-def count_rows(batch: Batch, count: int = 1, words: Words = MICRO) -> int:
-    """The number of rows that `split` can divide.
-
-    Args:
-        batch: of the rows.
-        count: number of parts, for messages.
-        words: of the parts, for messages.
+def count_rows(batch: Batch, count: int = 1) -> int:
+    """The number of rows that `split` can divide into ``count`` parts.
 
     Raises:
         DataError: there is nothing to split, numbers of rows differ, or a list is ambiguous.
     """
-    return _by_rows(batch, count, words)[0]
+    return _by_rows(batch, count)[0]
 
 
 def rows(batch: Batch, first: int, end: int) -> Batch:
@@ -82,7 +62,7 @@ def rows(batch: Batch, first: int, end: int) -> Batch:
     Raises:
         DataError: as `count_rows`.
     """
-    number, leaves, treedef = _by_rows(batch, 1, MICRO)
+    number, leaves, treedef = _by_rows(batch, 1)
     return tree.unflatten(treedef, [_part(leaf, number, first, end) for leaf in leaves])
 
 
@@ -90,14 +70,13 @@ def _part(leaf: Any, number: int, start: int, end: int) -> Any:
     return leaf[start:end] if _has_rows(leaf) or _is_list(leaf, number) else leaf
 
 
-def _by_rows(batch: Batch, count: int, words: Words) -> tuple[int, list[Any], tree.TreeDef]:
+def _by_rows(batch: Batch, count: int) -> tuple[int, list[Any], tree.TreeDef]:
     """The number of rows, and the leaves and the structure of a batch whose lists with one entry for each row are
     leaves."""
     outer, _ = tree.flatten(batch, is_leaf=lambda node: node is not batch and _is_list(node))
     columns, lists = [leaf for leaf in outer if _has_rows(leaf)], [leaf for leaf in outer if _is_list(leaf)]
     if not columns and not lists:
-        what = f"the batch holds no tensor to {words.divide.format(count)}"
-        raise DataError(what, where="batch", hint=words.empty_cure)
+        raise DataError(f"the batch holds no tensor to split into {count} parts", where="batch", hint=_CURE)
     number = _rows(columns[0]) if columns else len(lists[0])
     named = tree.with_paths(batch, is_leaf=lambda node: node is not batch and _is_list(node, number))
     listed = [leaf for _, leaf in named if _is_list(leaf, number)]
@@ -116,9 +95,9 @@ def _by_rows(batch: Batch, count: int, words: Words) -> tuple[int, list[Any], tr
             first = next(iter(found))
             others = f"{found[first]} rows in {first}" if found[first] != size else f"{number} entries in a list"
             raise DataError(
-                f"{others} and {size} rows in {path}; {words.parts.format(count)} need equal numbers of rows",
+                f"{others} and {size} rows in {path}; {count} parts need equal numbers of rows",
                 where="batch",
-                hint=words.uneven_cure,
+                hint=_CURE,
             )
     return number, *tree.flatten(batch, is_leaf=lambda node: node is not batch and _is_list(node, number))
 
