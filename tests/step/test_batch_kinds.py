@@ -266,22 +266,19 @@ def test_the_cure_of_a_registered_class_works_compiled() -> None:
 
 
 @pytest.mark.parametrize(
-    ("array", "cure"),
-    [
-        (np.array(["a", "b"]), r"dtype <U1, which no .*cure: call array\.tolist\(\) in the loader"),
-        (np.array([torch.ones(1), "b"], dtype=object), r"dtype object, which no .*cure: call array\.tolist\(\)"),
-        (np.ones(2), r"dtype float64, which no .*cure: pass tensors: torch\.as_tensor\(array\)"),
-    ],
+    "array",
+    [np.array(["a", "b"]), np.array([torch.ones(1), "b"], dtype=object), np.ones(2)],
     ids=["text", "objects", "numbers"],
 )
-def test_an_array_in_a_compiled_batch_is_named(array: Any, cure: str) -> None:
+def test_an_array_in_a_compiled_batch_is_refused(array: Any) -> None:
     program = linear(objective=lambda model, batch, *context: objective(model, batch))
     x, y = batches(Data)[0].x, batches(Data)[0].y
+    told = r"^batch: the batch has a ndarray, which no .*cure: call torch\.as_tensor\(array\), or array\.tolist\(\)"
     for step in (ps.compile_step(program.train_step, **COMPILED), ps.compile_step(program.eval_step, **COMPILED)):
-        with pytest.raises(StepContractError, match=rf"^batch/info/0: is an array of {cure}"):
+        with pytest.raises(StepContractError, match=told):
             step(program.init(), {"x": x, "y": y, "info": [array]})
     step = ps.compile_step(program.train_step, **COMPILED)
-    with pytest.raises(StepContractError, match=rf"^context/0/w: is an array of {cure}"):
+    with pytest.raises(StepContractError, match=told):
         step(program.init(), {"x": x, "y": y}, {"w": array})
     step(program.init(), {"x": x, "y": y, "info": ["a", "b"]})  # the cure for text
 

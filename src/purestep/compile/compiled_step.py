@@ -11,7 +11,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +20,7 @@ from ..state import packed, stacked
 from ..step import Accum, Adding, Closing
 from ..torch_ext import draws, tensor_layout, tracing
 from ..types import Empty, Metrics, Static, Steps, TrainState
-from . import capture, live_state
+from . import live_state
 from .buffers import HostCounters, Slots, StateBuffers, unaliased
 from .contract import checked, same_structure
 from .cuda_graph import CudaGraphs
@@ -29,7 +28,6 @@ from .graphs import CompiledGraph, Graphs, Options
 from .guards import (
     check_unfollowed,
     check_untransformed,
-    leaf_name,
     resolved,
     signature,
     without_text,
@@ -289,20 +287,7 @@ def batch_leaves(batch: tuple[Any, ...]) -> tuple[list[Any], tree.TreeDef]:
     if all(type(leaf) is Tensor for leaf in leaves):
         return [resolved(leaf) for leaf in leaves], treedef
     leaves, treedef = tree.flatten(tree.dicts(batch))
-    if any(isinstance(leaf, np.ndarray) for leaf in leaves):
-        raise _holds_array(batch)
     return without_text([resolved(leaf) for leaf in leaves]), treedef
-
-
-def _holds_array(batch: tuple[Any, ...]) -> capture.Uncaptured:
-    path, array = next(
-        (path, leaf) for path, leaf in tree.with_paths(tree.dicts(batch)) if isinstance(leaf, np.ndarray)
-    )
-    hint = "pass tensors: torch.as_tensor(array), or ps.to_device(batch, state)"
-    if array.dtype.kind not in "biufc":
-        hint = "call array.tolist() in the loader, or convert the array to numbers if the step reads it"
-    what = f"is an array of dtype {array.dtype}, which no compiled graph can hold"
-    return capture.Uncaptured(what, where=leaf_name(path), hint=hint)
 
 
 def _copied(metrics: Metrics | MetricVector) -> Metrics | MetricVector:
