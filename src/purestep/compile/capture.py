@@ -12,7 +12,6 @@ import traceback
 import types
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -352,8 +351,12 @@ def _value_read(error: BaseException, met: str) -> Uncaptured:
     """The error for a read of a tensor's value, with a cure."""
     codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
     of_torch = [code for code in codes if code.co_filename.startswith(tracing.LIBRARIES[0])]
-    names = [name for code in of_torch for name in (code.co_name, Path(code.co_filename).stem)]
-    cure = next((_CURES_OF_TORCH[name] for name in names if name in _CURES_OF_TORCH), _CURE)
+    found = (
+        cure
+        for name, cure in _CURES_OF_TORCH.items()
+        if any(code.co_name == name or code.co_filename.endswith(f"{name}.py") for code in of_torch)
+    )
+    cure = next(found, _CURE)
     what = f"the step reads the value of a tensor: {met}"
     return Uncaptured(what, where=_where(error), hint=f"{cure}; or {EAGER_CURE}")
 

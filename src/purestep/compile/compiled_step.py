@@ -98,8 +98,8 @@ class CompiledStep:
 
     @property
     def batch_sizes(self) -> Met:
-        """The sizes of batches that have made a graph, in their order, as JSON. A process that sets this before its
-        first call chooses the same graphs, and so rounds in the same way."""
+        """The sizes of batches that decide which graphs there are, in their order, as JSON. A process that sets this
+        before its first call chooses the same graphs, and so rounds in the same way."""
         return self._graphs.met
 
     @batch_sizes.setter
@@ -124,15 +124,11 @@ class CompiledStep:
         check_untransformed()
         if self.donate != "init":
             check_unfollowed(state)
-        if self._flush and self._nothing_to_flush():
+        if self._flush and self.static is not None and (self.static.accumulate == 1 or self.static.tail == "carry"):
             return state, {}
         store = (self._live_store(state) if self.donate else None) or self._copy_in(state)
         store, metrics = self._call_packed(store, batch, unlike)
         return store.live() if self.donate else store.named, metrics
-
-    def _nothing_to_flush(self) -> bool:
-        assert self.static is not None  # a user-defined flush is not compiled
-        return self.static.accumulate == 1 or self.static.tail == "carry"
 
     def _call_packed(self, store: StateBuffers, batch: tuple[Any, ...], unlike: Unlike) -> tuple[StateBuffers, Any]:
         """Call the step. If it has no gradient for a part of a flat buffer, pack the state in another way before."""
