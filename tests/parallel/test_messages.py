@@ -153,9 +153,9 @@ def test_a_model_that_is_cut_already_is_refused(one_process: Any) -> None:
     [
         (
             {"x": torch.ones(8, 4), "mask": torch.ones(4, 4)},
-            r"4 rows in mask.*the 2 shares of the processes need equal",
+            r"4 rows in mask.*2 parts need equal",
         ),
-        ({}, "holds no tensor to divide into 2 shares"),
+        ({}, "holds no tensor to split into 2 parts"),
     ],
 )
 def test_the_cure_of_share_says_nothing_of_micro_batches(batch: Any, text: str) -> None:

@@ -266,22 +266,19 @@ def test_the_cure_of_a_registered_class_works_compiled() -> None:
 
 
 @pytest.mark.parametrize(
-    ("array", "cure"),
-    [
-        (np.array(["a", "b"]), r"dtype <U1, which no .*cure: call array\.tolist\(\) in the loader"),
-        (np.array([torch.ones(1), "b"], dtype=object), r"dtype object, which no .*cure: call array\.tolist\(\)"),
-        (np.ones(2), r"dtype float64, which no .*cure: pass tensors: torch\.as_tensor\(array\)"),
-    ],
+    "array",
+    [np.array(["a", "b"]), np.array([torch.ones(1), "b"], dtype=object), np.ones(2)],
     ids=["text", "objects", "numbers"],
 )
-def test_an_array_in_a_compiled_batch_is_named(array: Any, cure: str) -> None:
+def test_an_array_in_a_compiled_batch_is_refused(array: Any) -> None:
     program = linear(objective=lambda model, batch, *context: objective(model, batch))
     x, y = batches(Data)[0].x, batches(Data)[0].y
+    told = r"^batch: the batch has a ndarray, which no .*cure: call torch\.as_tensor\(array\), or array\.tolist\(\)"
     for step in (ps.compile_step(program.train_step, **COMPILED), ps.compile_step(program.eval_step, **COMPILED)):
-        with pytest.raises(StepContractError, match=rf"^batch/info/0: is an array of {cure}"):
+        with pytest.raises(StepContractError, match=told):
             step(program.init(), {"x": x, "y": y, "info": [array]})
     step = ps.compile_step(program.train_step, **COMPILED)
-    with pytest.raises(StepContractError, match=rf"^context/0/w: is an array of {cure}"):
+    with pytest.raises(StepContractError, match=told):
         step(program.init(), {"x": x, "y": y}, {"w": array})
     step(program.init(), {"x": x, "y": y, "info": ["a", "b"]})  # the cure for text
 
@@ -366,7 +363,7 @@ def test_a_graph_takes_none_and_says_so(make: Any) -> None:
 
 @every_layout
 def test_no_part_is_made_of_them(make: Any) -> None:
-    with pytest.raises(DataError, match=r"batch: .*micro-?batches.*cure:"):
+    with pytest.raises(DataError, match=r"batch: .*(micro-?batches|parts).*cure:"):
         fit(holding(make), linear(objective=mixed, microbatches=2))
 
 
@@ -591,11 +588,12 @@ def test_the_cures_of_an_ambiguous_list_are_cut() -> None:
     assert [len(part["x"]) for part in cut({"x": [{"picture": torch.ones(3, 8, 8)} for _ in range(3)]})] == [2, 1]
 
 
-def test_a_batch_of_examples_is_cut_by_examples() -> None:
-    batch = [{"x": torch.ones(n, 2), "y": torch.ones(())} for n in (1, 2, 3)]
-    assert shapes(cut(batch)) == [[{"x": (1, 2), "y": ()}, {"x": (2, 2), "y": ()}], [{"x": (3, 2), "y": ()}]]
+def test_a_batch_that_is_a_list_is_a_list_of_columns() -> None:
+    examples = [{"x": torch.ones(n, 2), "y": torch.ones(())} for n in (1, 2, 3)]
+    with pytest.raises(DataError, match=r"1 rows in 0/x and 2 rows in 1/x; 2 parts need equal numbers of rows"):
+        cut(examples)
     pairs = [(torch.ones(n, 2), torch.ones(1)) for n in (2, 3)]
-    with pytest.raises(DataError, match=r"2 rows in 0/0 and 1 rows in 0/1; 2 micro-batches need equal numbers of rows"):
+    with pytest.raises(DataError, match=r"2 rows in 0/0 and 1 rows in 0/1; 2 parts need equal numbers of rows"):
         cut(pairs)
 
 

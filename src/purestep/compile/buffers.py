@@ -211,10 +211,6 @@ class StateBuffers(Store):
         """The buffers, and the keys on the host."""
         return [*self.buffers, *(host.key for host in self.hosts)]
 
-    def calls_of(self, index: int) -> int:
-        """The number of calls in the key of one of the states."""
-        return self.hosts[index].calls
-
     def check(self, signature: tuple[Any, ...]) -> None:
         """Raise StateError if a tensor of the state has memory of another layout since ``tensor.data = ...``: compiled
         code would write out of bounds."""
@@ -241,7 +237,6 @@ class StateBuffers(Store):
 
     def end(self) -> None:
         """Count a completed call and advance every key."""
-        self.calls += 1
         for host in self.hosts:
             host.advance()
         self.failed = False

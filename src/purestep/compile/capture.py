@@ -71,8 +71,31 @@ def compile_graph(
     Raises:
         Uncaptured: the Python code branches on the value of a tensor.
     """
-    run, traits, outside = _compile(_traceable(function), _distinct(inputs), backend, options)
-    return _outside_autocast(run), traits, outside
+    inputs, run = _distinct(inputs), _traceable(function)
+    plugin = backends.plugin(inputs) if backend == "inductor" else None
+    failed: Exception | None = None
+    context = plugin.while_traced() if plugin is not None else nullcontext()
+    with tracing.capturing(), torch.no_grad(), tracing.no_recurrent_kernel(), context:
+        graph, outside = _traced(run, inputs)
+    inputs = [*inputs, *(leaf.detach() for leaf in outside)]
+    if plugin is not None and plugin.suits(inputs):
+        try:
+            with tracing.capturing(), torch.no_grad(), autocast_disabled(), _function_modes_removed():
+                made = plugin.compiled(graph, inputs, options=options)
+            if made is not None:
+                return _outside_autocast(made[0]), Traits(made[1], fx_passes.is_recordable(graph)), outside
+        except PurestepError:
+            raise
+        except Exception as error:
+            failed = error
+    with tracing.capturing(), torch.no_grad():
+        graph = fx_passes.checked(fx_passes.views_allowed(graph))
+    traits = Traits(fx_passes.draws(graph), fx_passes.is_recordable(graph))
+    with autocast_disabled(), _function_modes_removed():
+        compiled = _by_public_entry(graph, inputs, backend, options)
+    if plugin is not None and failed is not None:
+        warn_fallback(plugin, failed)
+    return _outside_autocast(compiled), traits, outside
 
 
 def compile_sizes(
@@ -108,44 +131,11 @@ def compile_sizes(
         graph = fx_passes.checked(fx_passes.views_allowed(graph))
     if not symbols.vary():
         return None
-    traits, shapes = _traits(graph), "from_tracing_context"
+    traits = Traits(fx_passes.draws(graph), fx_passes.is_recordable(graph))
     fakes = [*symbols.fakes, *(symbols.mode.from_tensor(leaf.detach(), static_shapes=True) for leaf in outside)]
     with autocast_disabled(), _guards.tracing(_guards.TracingContext(symbols.mode)):
-        run = _by_public_entry(graph, fakes, backend, options, shapes=shapes)
+        run = _by_public_entry(graph, fakes, backend, options, shapes="from_tracing_context")
     return _outside_autocast(run), traits, outside, symbols.fits()
-
-
-def _compile(
-    run: Flat, inputs: list[Tensor], backend: Any, options: Mapping[str, Any] | None
-) -> tuple[Compiled, Traits, list[Tensor]]:
-    plugin = backends.plugin(inputs) if backend == "inductor" else None
-    failed: Exception | None = None
-    context = plugin.while_traced() if plugin is not None else nullcontext()
-    with tracing.capturing(), torch.no_grad(), tracing.no_recurrent_kernel(), context:
-        graph, outside = _traced(run, inputs)
-    inputs = [*inputs, *(leaf.detach() for leaf in outside)]
-    if plugin is not None and plugin.suits(inputs):
-        try:
-            with tracing.capturing(), torch.no_grad(), autocast_disabled(), _function_modes_removed():
-                made = plugin.compiled(graph, inputs, options=options)
-            if made is not None:
-                return made[0], Traits(made[1], fx_passes.is_recordable(graph)), outside
-        except PurestepError:
-            raise
-        except Exception as error:
-            failed = error
-    with tracing.capturing(), torch.no_grad():
-        graph = fx_passes.checked(fx_passes.views_allowed(graph))
-    traits = _traits(graph)
-    with autocast_disabled(), _function_modes_removed():
-        compiled = _by_public_entry(graph, inputs, backend, options)
-    if plugin is not None and failed is not None:
-        warn_fallback(plugin, failed)
-    return compiled, traits, outside
-
-
-def _traits(graph: GraphModule) -> Traits:
-    return Traits(fx_passes.draws(graph), fx_passes.is_recordable(graph))
 
 
 def warn_fallback(plugin: types.ModuleType, error: Exception) -> None:
@@ -202,22 +192,22 @@ EAGER_CURE = (
 
 _SIZE_ERRORS = ("expected to contain only concrete integers", "when unpacking SymInt, expected int")
 """Parts of errors of torch's C++ about a size that is unknown until the step runs."""
-_SIZE_READ = "a size is read from it"
 
 _CAPTURE_SEED = 1 << 40  # initial seed of a capture: large, so that draw positions do not collide with the step's seeds
 
 
 @contextmanager
-def _replayed_draws() -> Generator[None]:
-    with rng.scoped(_CAPTURE_SEED), draws.Draws(), tracing.replaying(), Unwritten(), _compiling():
-        yield
-
-
-@contextmanager
-def _no_host_draws() -> Generator[None]:
-    """Raise Uncaptured if the step draws from numpy's or Python's generator: a graph would repeat the same numbers."""
-    before = host_generators.states().comparable()
-    yield
+def _as_in_a_graph() -> Generator[None]:
+    """Run a function as its graph will run: draws are recorded, `torch.compiler.is_compiling()` returns True, and
+    nothing is drawn from numpy's or Python's generator, of which a graph would repeat the numbers."""
+    compiler: Any = torch.compiler  # no public function sets the flag
+    was_compiling, before = compiler._is_compiling_flag, host_generators.states().comparable()
+    compiler._is_compiling_flag = True
+    try:
+        with rng.scoped(_CAPTURE_SEED), draws.Draws(), tracing.replaying(), Unwritten():
+            yield
+    finally:
+        compiler._is_compiling_flag = was_compiling
     after = host_generators.states().comparable()
     for name, one, other in zip(("numpy's", "Python's"), before, after, strict=True):
         if one != other:
@@ -228,48 +218,24 @@ def _no_host_draws() -> Generator[None]:
             )
 
 
-@contextmanager
-def _compiling() -> Generator[None]:
-    """Let `torch.compiler.is_compiling()` return True, as models expect it in a graph."""
-    compiler: Any = torch.compiler  # no public function sets the flag
-    before = compiler._is_compiling_flag
-    compiler._is_compiling_flag = True
-    try:
-        yield
-    finally:
-        compiler._is_compiling_flag = before
-
-
 def _traceable(function: Flat) -> Flat:
     """Wrap the function for a trace: draws are replayed, and reads of values raise Uncaptured."""
 
     def run(*tensors: Tensor) -> Any:
         try:
             on_gpu = any(tensor.is_cuda for tensor in tensors)
-            with (
-                _replayed_draws(),
-                _no_host_draws(),
-                recurrent_layers.Cells(_long_sequence) if on_gpu else nullcontext(),
-            ):
+            with _as_in_a_graph(), recurrent_layers.Cells(_long_sequence) if on_gpu else nullcontext():
                 return function(*tensors)
         except draws.RefusedDraw as error:
-            raise Uncaptured(error.what, where=_where(error)[0], hint=error.hint) from error
+            raise Uncaptured(error.what, where=_where(error), hint=error.hint) from error
         except PurestepError:
             raise
         except _data_dependent() as error:
-            raise _value_read(error) from error
+            raise _value_read(error, str(error).strip().partition("\n")[0]) from error
         except RuntimeError as error:
             if not any(words in str(error) for words in _SIZE_ERRORS):
                 raise
-            raise _value_read(error, _SIZE_READ) from error
-        except ZeroDivisionError as error:
-            if all(tensor.numel() for tensor in tensors):
-                raise
-            raise StepContractError(
-                "a mean over no elements cannot be captured: torch divides by their number while it is traced",
-                where=_where(error)[0],
-                hint="pass no empty batches to a compiled step (the step itself, in eager mode, takes them)",
-            ) from error
+            raise _value_read(error, "a size is read from it") from error
 
     return run
 
@@ -365,65 +331,43 @@ def limit_threads(run: Compiled, most: int) -> Compiled:
     return call
 
 
-def _value_read(error: BaseException, met: str = "") -> Uncaptured:
-    """The error for a read of a tensor's value, with a cure; ``met`` replaces the words of ``error``."""
-    met, (place, layer) = met or str(error).strip().partition("\n")[0], _where(error)
-    cure = "use torch.where(condition, a, b) instead of if; no .item(), no float(tensor), no boolean indexing"
-    if mask := _mask_cure(error):
-        cure = mask
-    elif any(
-        frame.f_code.co_filename.startswith(_DISTRIBUTIONS) for frame, _ in traceback.walk_tb(error.__traceback__)
-    ):
-        cure = "pass validate_args=False to the distribution, which compares its arguments on the host"
-    elif own := _function_of_torch(error):
-        cure = f"torch's {own} reads it: write {own} without that check"
-    if met == _SIZE_READ:
-        cure = "use a size of a shape (x.shape[-1]), or a number from the loader"
-    if "_ctc_loss" in met:
-        cure = "torch's ctc_loss reads its lengths on the host"
-    if getattr(layer, "momentum", 0) is None and hasattr(layer, "num_batches_tracked"):
-        cure = f"{type(layer).__name__}(..., momentum=0.1): momentum=None divides by a count of batches on the host"
-    return Uncaptured(f"the step reads the value of a tensor: {met}", where=place, hint=f"{cure}; or {EAGER_CURE}")
+_CURE = (
+    "use torch.where(condition, a, b) instead of if; no .item(), no float(tensor), no boolean indexing; a size of a "
+    "shape (x.shape[-1]), or a number from the loader"
+)
+_CURES_OF_TORCH = {
+    "_detect_is_causal_mask": "torch compares the mask with a causal one: pass is_causal=True or False to "
+    "nn.TransformerEncoder, tgt_is_causal to nn.TransformerDecoder, and src_is_causal and tgt_is_causal to "
+    "nn.Transformer",
+    "distribution": "pass validate_args=False to the distribution, which compares its arguments on the host",
+    "batchnorm": "momentum=0.1 in the BatchNorm layer: momentum=None divides by a count of batches on the host",
+    "ctc_loss": "torch's ctc_loss reads its lengths on the host",
+    "gaussian_nll_loss": "torch's gaussian_nll_loss reads it: write gaussian_nll_loss without that check",
+}
+"""A function or file of torch that reads a value -> the cure."""
 
 
-_DISTRIBUTIONS = torch.distributions.__file__.rpartition("__init__")[0]
-
-
-def _mask_cure(error: BaseException) -> str:
-    """The cure if torch's transformer compares the values of a mask with those of a causal one; else empty."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if all(frame.f_code.co_name != "_detect_is_causal_mask" for frame in frames):
-        return ""
-    layers = [frame.f_locals.get("self") for frame in frames]
-    encoder = any(isinstance(layer, torch.nn.TransformerEncoder) for layer in layers)
-    name, call = ("is_causal", "TransformerEncoder") if encoder else ("tgt_is_causal", "TransformerDecoder")
-    if any(isinstance(layer, torch.nn.Transformer) for layer in layers):
-        name, call = "src_is_causal" if encoder else "tgt_is_causal", "Transformer"
-    return (
-        f"torch compares the mask with a causal one: pass {name}=True to nn.{call} if it is causal, else {name}=False"
+def _value_read(error: BaseException, met: str) -> Uncaptured:
+    """The error for a read of a tensor's value, with a cure."""
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    of_torch = [code for code in codes if code.co_filename.startswith(tracing.LIBRARIES[0])]
+    found = (
+        cure
+        for name, cure in _CURES_OF_TORCH.items()
+        if any(code.co_name == name or code.co_filename.endswith(f"{name}.py") for code in of_torch)
     )
+    cure = next(found, _CURE)
+    what = f"the step reads the value of a tensor: {met}"
+    return Uncaptured(what, where=_where(error), hint=f"{cure}; or {EAGER_CURE}")
 
 
-def _function_of_torch(error: BaseException) -> str:
-    """The function of torch.nn.functional that raised the error, if no frame of user code is below it."""
-    found, step = "", error.__traceback__
-    while step is not None:
-        name, function = step.tb_frame.f_code.co_filename, step.tb_frame.f_code.co_name
-        if name == torch.nn.functional.__file__:
-            found = found or function
-        elif not name.startswith(tracing.LIBRARIES):
-            found = ""
-        step = step.tb_next
-    return found
-
-
-def _where(error: BaseException) -> tuple[str, Any]:
-    """The innermost line of the traceback outside torch and purestep, or else the layer; and that layer."""
-    found, layer = tracing.user_line(error), None
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        inside = frame.f_locals.get("self")
-        layer = inside if isinstance(inside, torch.nn.Module) else layer
-    return found or (f"a {type(layer).__name__}" if layer is not None else "step"), layer
+def _where(error: BaseException) -> str:
+    """The innermost line of the traceback outside torch and purestep, or else the layer."""
+    if line := tracing.user_line(error):
+        return line
+    held = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    layers = [type(each).__name__ for each in held if isinstance(each, torch.nn.Module)]
+    return f"a {layers[-1]}" if layers else "step"
 
 
 def capture_error(error: Exception, core: Callable[..., Any], tensors: list[Tensor], leaves: list[Any]) -> Exception:
@@ -447,6 +391,6 @@ def capture_error(error: Exception, core: Callable[..., Any], tensors: list[Tens
     met = next(iter(str(error).strip().splitlines()), "")
     return Uncaptured(
         f"torch cannot trace the step, which runs in eager mode: {type(error).__name__}: {met}",
-        where=_where(error)[0],
+        where=_where(error),
         hint=f"remove this line, or {EAGER_CURE}",
     )

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +20,7 @@ from ..state import packed, stacked
 from ..step import Accum, Adding, Closing
 from ..torch_ext import draws, tensor_layout, tracing
 from ..types import Empty, Metrics, Static, Steps, TrainState
-from . import capture, live_state
+from . import live_state
 from .buffers import HostCounters, Slots, StateBuffers, unaliased
 from .contract import checked, same_structure
 from .cuda_graph import CudaGraphs
@@ -29,7 +28,6 @@ from .graphs import CompiledGraph, Graphs, Options
 from .guards import (
     check_unfollowed,
     check_untransformed,
-    leaf_name,
     resolved,
     signature,
     without_text,
@@ -91,7 +89,7 @@ class CompiledStep:
         self._is_windowed = static is not None and static.accumulate > 1
         self._steps: dict[packed.Packing | None, Callable[..., Any]] = {None: step}
         self._graphs = Graphs(options, step)
-        self._last: dict[tuple[type[Accum], ...], _Last] = {}
+        self._last: dict[tuple[type[Accum], ...], _Last] = self._graphs.last
 
     @property
     def graphs(self) -> int:
@@ -100,14 +98,13 @@ class CompiledStep:
 
     @property
     def batch_sizes(self) -> Met:
-        """The sizes of batches that have made a graph, in their order, as JSON. A process that sets this before its
-        first call chooses the same graphs, and so rounds in the same way."""
+        """The sizes of batches that decide which graphs there are, in their order, as JSON. A process that sets this
+        before its first call chooses the same graphs, and so rounds in the same way."""
         return self._graphs.met
 
     @batch_sizes.setter
     def batch_sizes(self, met: Met) -> None:
         self._graphs.begin(met)
-        self._last.clear()
 
     def __call__(self, state: Any, *batch: Any) -> tuple[Any, Metrics]:
         if tracing.in_graph():  # called by a step that is being captured
@@ -127,15 +124,11 @@ class CompiledStep:
         check_untransformed()
         if self.donate != "init":
             check_unfollowed(state)
-        if self._flush and self._nothing_to_flush():
+        if self._flush and self.static is not None and (self.static.accumulate == 1 or self.static.tail == "carry"):
             return state, {}
         store = (self._live_store(state) if self.donate else None) or self._copy_in(state)
         store, metrics = self._call_packed(store, batch, unlike)
         return store.live() if self.donate else store.named, metrics
-
-    def _nothing_to_flush(self) -> bool:
-        assert self.static is not None  # a user-defined flush is not compiled
-        return self.static.accumulate == 1 or self.static.tail == "carry"
 
     def _call_packed(self, store: StateBuffers, batch: tuple[Any, ...], unlike: Unlike) -> tuple[StateBuffers, Any]:
         """Call the step. If it has no gradient for a part of a flat buffer, pack the state in another way before."""
@@ -145,8 +138,8 @@ class CompiledStep:
             except packed.Split as split:
                 self.packings.split(split.names)
                 fresh = self._copy_in(store.live())
-                store.begin()  # invalidates the input state
-                store.failed = False
+                store.begin()  # the input state is overwritten
+                store.end()
                 store = fresh
 
     def _call_once(self, store: StateBuffers, batch: tuple[Any, ...], unlike: Unlike) -> Metrics | MetricVector:
@@ -290,20 +283,7 @@ def batch_leaves(batch: tuple[Any, ...]) -> tuple[list[Any], tree.TreeDef]:
     if all(type(leaf) is Tensor for leaf in leaves):
         return [resolved(leaf) for leaf in leaves], treedef
     leaves, treedef = tree.flatten(tree.dicts(batch))
-    if any(isinstance(leaf, np.ndarray) for leaf in leaves):
-        raise _holds_array(batch)
     return without_text([resolved(leaf) for leaf in leaves]), treedef
-
-
-def _holds_array(batch: tuple[Any, ...]) -> capture.Uncaptured:
-    path, array = next(
-        (path, leaf) for path, leaf in tree.with_paths(tree.dicts(batch)) if isinstance(leaf, np.ndarray)
-    )
-    hint = "pass tensors: torch.as_tensor(array), or ps.to_device(batch, state)"
-    if array.dtype.kind not in "biufc":
-        hint = "call array.tolist() in the loader, or convert the array to numbers if the step reads it"
-    what = f"is an array of dtype {array.dtype}, which no compiled graph can hold"
-    return capture.Uncaptured(what, where=leaf_name(path), hint=hint)
 
 
 def _copied(metrics: Metrics | MetricVector) -> Metrics | MetricVector:

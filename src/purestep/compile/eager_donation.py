@@ -17,8 +17,6 @@ from . import live_state
 from .compiled_step import CompiledStep
 from .live_state import LiveState, Store
 
-_KEY = TrainState._fields.index("key")
-
 
 class OwnedState(Store):
     """A state whose memory belongs to the steps of one donated program."""
@@ -35,10 +33,6 @@ class OwnedState(Store):
     def tensors(self) -> list[Tensor]:
         """The leaves."""
         return tree.leaves(self.named)
-
-    def calls_of(self, index: int) -> int:
-        """The number of calls in the key."""
-        return int(self.parts[index][_KEY][1])
 
 
 class Writes(local):
@@ -88,7 +82,6 @@ class DonatedStep:
                 store.undo()
             raise
         store.take(new)
-        store.calls += 1
         store.failed = False
         return live_state.live(store, 0), metrics
 

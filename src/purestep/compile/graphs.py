@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -43,42 +44,13 @@ class CompiledGraph(NamedTuple):
 class _GeneralGraph(NamedTuple):
     """One graph for batches of many sizes."""
 
-    graph: CompiledGraph
+    decided_by: list[sizes.Layouts]  # the list of sizes that it was compiled for
+    graph: CompiledGraph | None  # None: no graph serves many sizes
     fits: Callable[[list[Any]], bool]  # batch leaves -> the graph accepts them
-    place: int  # in the list of sizes: the one that it was compiled for
 
-
-class _Family:
-    """The graphs for batches of one structure and any size."""
-
-    def __init__(self) -> None:
-        self.exact: list[Any] = []  # keys of graphs for one size, oldest first
-        self.begin()
-
-    def begin(self) -> None:
-        """Forget the graphs for many sizes."""
-        self.general: list[_GeneralGraph] = []
-        self.decided = _EXACT  # for these sizes of the list it is known whether they need another general graph
-        self.is_tried = False  # a general graph has been compiled, or could not be
-
-    def copy(self) -> dict[str, Any]:
-        """The attributes, to go back to."""
-        return {**vars(self), "general": [*self.general]}
-
-    def general_for(self, leaves: list[Any], place: int) -> CompiledGraph | None:
-        """The first general graph that accepts a batch of the size at a place of the list."""
-        found = (each for each in self.general if each.place <= place and each.graph.is_valid())
-        return next((each.graph for each in found if each.fits(leaves)), None)
-
-
-_EXACT = 2
-"""The sizes met first that have a graph each."""
 
 _MAX_EXACT = 64
-"""Maximal number of graphs for one size each in a family; the oldest is evicted."""
-
-_MAX_GENERAL = 4
-"""Maximal number of graphs for many sizes in a family: one for each remainder modulo the micro-batches, for example."""
+"""Maximal number of graphs for one size each; the oldest is evicted."""
 
 _MAX_CHANGES = 16
 """Maximal number of changes of the numbers in a batch, each of which compiles a graph."""
@@ -94,12 +66,11 @@ class Graphs:
     """The graphs of one step, by structure and shapes of the batch.
 
     The first two batch sizes (an epoch's batches, and its last one) get a graph each. The third size compiles a general
-    graph, with a symbol for every size that has varied; a batch that it rejects (its length varies too) compiles
-    another one, up to `_MAX_GENERAL`. Further sizes, and all sizes if there can be no general graph, get a graph each,
-    at most `_MAX_EXACT` at a time.
+    graph, with a symbol for every size that has varied; a size by which another dimension varies compiles it again. A
+    size that the general graph rejects gets a graph, as do all sizes if there can be no general one.
 
-    ``met`` lists the sizes that made a graph, in the order of the run. The graph for a size depends on its place in
-    this list and on the sizes before it, and on nothing else, so a process that gets the list compiles the same graphs.
+    ``met`` lists the sizes that decide: the first two, and those that compiled a general graph. The graph for a size
+    depends on this list alone, so a process that gets the list compiles the same graphs.
     """
 
     def __init__(self, options: Options, step: Callable[..., Any]) -> None:
@@ -109,12 +80,13 @@ class Graphs:
         self._objects = 0
         self._around: tuple[str, str] = "", ""
         self.slots: dict[Any, Slots] = {}
+        self.last: dict[Any, Any] = {}  # the caller's; emptied when another graph may serve a size
         self._met: sizes.Met = {}
         self._exact: dict[Any, CompiledGraph] = {}  # for one size each, also of earlier runs
+        self._general: dict[Any, _GeneralGraph] = {}  # by structure, dtypes and ranks
         self._chosen: dict[Any, CompiledGraph] = {}  # by structure and size
         self._has_warned = False
-        self._families: dict[Any, _Family] = {}  # by structure, dtypes and ranks
-        self._values: dict[tuple[int, ...], list[list[Any]]] = {}  # positions -> the numbers met there
+        self._values: dict[tuple[tree.TreeDef, int], list[Any]] = {}  # a leaf of a batch -> the numbers met there
 
     @property
     def met(self) -> sizes.Met:
@@ -125,8 +97,7 @@ class Graphs:
         """Continue a run that has met these sizes."""
         self._met = _copied(met)
         self._chosen.clear()
-        for family in self._families.values():
-            family.begin()
+        self.last.clear()
 
     def surroundings(self) -> tuple[str, str]:
         """Everything that a graph depends on besides its arguments; the same object until something changes."""
@@ -136,10 +107,12 @@ class Graphs:
             around = self._around = settings, values
         if self._captured.objects != self._objects:  # graphs of a former teacher would keep its weights
             self._objects = self._captured.objects
-            self._exact.clear()
-            self._chosen.clear()
-            self._families.clear()
+            self._forget()
         return around
+
+    def _forget(self) -> None:
+        for graphs in (self._exact, self._general, self._chosen, self.last):
+            graphs.clear()
 
     def find(
         self,
@@ -166,17 +139,14 @@ class Graphs:
         if known is not None:
             return known
         self._watch_values(batch, leaves)
-        family = self._families.setdefault((exact[0], ranks(leaves)), _Family())
         with exclusive():  # another thread may have compiled it in the meantime
             known = self._known(exact)
             if known is None:
-                known = self._compile(exact, family, leaves, tensors, build)
+                known = self._compile(exact, leaves, tensors, build)
                 try:
                     self._captured.mark_compiled()
                 except capture.Uncaptured:
-                    self._exact.clear()
-                    self._chosen.clear()
-                    self._families.clear()
+                    self._forget()
                     raise
             return known
 
@@ -187,89 +157,74 @@ class Graphs:
     def _watch_values(self, batch: tree.TreeDef, leaves: list[Any]) -> None:
         """Log the first change of a number in the batch, and raise after `_MAX_CHANGES`. So of any other leaf that is
         not a tensor."""
-        others = ((at, leaf) for at, leaf in enumerate(leaves) if not isinstance(leaf, Tensor) and leaf is not TEXT)
-        found = {at: constant(leaf) for at, leaf in others}
-        met, values = self._values.setdefault(tuple(found), []), list(found.values())
-        if met and values not in met:
-            at, (_, was), (_, now) = next(
-                each for each in zip(found, met[-1], values, strict=True) if each[1] != each[2]
-            )
-            name = leaf_name(tree.paths(tree.unflatten(batch, [*range(len(leaves))]))[at])
-            if len(met) > _MAX_CHANGES:
-                what = f"the value has changed {len(met)} times; each value would compile a graph"
-                raise capture.Uncaptured(what, where=name, hint=_VALUE_CURE)
-            if all(len(each) < 2 for each in self._values.values()):
-                text = "%s was %.40s, is %.40s: a graph holds it, so the step is recompiled (cure: %s)"
-                log.warning(text, name, was, now, _VALUE_CURE)
-        if values not in met:
-            met.append(values)
+        for at, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) or leaf is TEXT:
+                continue
+            value, met = constant(leaf), self._values.setdefault((batch, at), [])
+            if value in met:
+                continue
+            if met:
+                name = leaf_name(tree.paths(tree.unflatten(batch, [*range(len(leaves))]))[at])
+                if len(met) > _MAX_CHANGES:
+                    what = f"the value has changed {len(met)} times; each value would compile a graph"
+                    raise capture.Uncaptured(what, where=name, hint=_VALUE_CURE)
+                if all(len(each) < 2 for each in self._values.values()):
+                    text = "%s was %.40s, is %.40s: a graph holds it, so the step is recompiled (cure: %s)"
+                    log.warning(text, name, met[-1][1], value[1], _VALUE_CURE)
+            met.append(value)
 
-    def _compile(
-        self, exact: Any, family: _Family, leaves: list[Any], tensors: list[Tensor], build: Callable[[], Any]
-    ) -> CompiledGraph:
+    def _compile(self, exact: Any, leaves: list[Any], tensors: list[Tensor], build: Callable[[], Any]) -> CompiledGraph:
         """Compile what the size of a batch needs; see the class."""
         check_layouts(leaves)
-        of_kind, shapes = self._met.setdefault(sizes.kind(leaves), []), sizes.shapes(leaves)
-        place = next((at for at, each in enumerate(of_kind) if sizes.shapes_of(each) == shapes), len(of_kind))
-        met, before = [*of_kind[:place], sizes.layouts(leaves)], family.copy()
-        try:
-            graph = family.general_for(leaves, place)
-            while graph is None and family.decided <= place < _MAX_EXACT:
-                family.decided += 1
-                self._extend(family, met[: family.decided], leaves, tensors, build)
-                graph = family.general_for(leaves, place)
-            self._chosen[exact] = graph or self._exact_graph(exact, family, leaves, tensors, build)
-        except BaseException:  # a batch that cannot be trained on does not count
-            vars(family).update(before)
-            raise
-        if place == len(of_kind) < _MAX_EXACT and (place < _EXACT or family.decided > place):
-            of_kind.append(met[place])
-        if family.is_tried and not family.general and not self._has_warned:
+        kind = sizes.kind(leaves)
+        met = self._met.get(kind, [])
+        decided_by = sizes.extended(met, leaves)
+        general = None
+        if not sizes.is_first(decided_by, leaves) and len(decided_by) > sizes.FIRST:
+            general = self._general_graph((exact[0], ranks(leaves)), decided_by, leaves, tensors, build)
+        graph = general.graph if general is not None and general.fits(leaves) else None
+        graph = graph or self._exact_graph(exact, leaves, tensors, build)
+        if decided_by is not met:  # only now: a batch that cannot be trained on does not count
+            self._met[kind] = decided_by
+            self._chosen.clear()
+            self.last.clear()
+        if general is not None and general.graph is None and not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"{len(met)} batch sizes, and no single graph accepts them all: each size is compiled "
+                f"{len(decided_by)} batch sizes, and no single graph accepts them all: each size is compiled "
                 "separately (cure: pad the batches to a few sizes; read a size as x.shape[0], not len(x))",
                 RuntimeWarning,
                 stacklevel=2,
             )
-        return self._chosen[exact]
+        self._chosen[exact] = graph
+        return graph
 
     def _exact_graph(
-        self, exact: Any, family: _Family, leaves: list[Any], tensors: list[Tensor], build: Callable[[], Any]
+        self, exact: Any, leaves: list[Any], tensors: list[Tensor], build: Callable[[], Any]
     ) -> CompiledGraph:
         """The graph for one size, which may be that of an earlier run; the oldest one of many is evicted."""
         graph = self._exact.get(exact)
         if graph is None or not graph.is_valid():
             graph = self._exact[exact] = self._compile_exact(build(), leaves, tensors)
-        family.exact = [*(key for key in family.exact if key != exact), exact]
-        if len(family.exact) > _MAX_EXACT:
-            oldest = family.exact.pop(0)
-            self._exact.pop(oldest, None)
+        if len(self._exact) > _MAX_EXACT:
+            oldest = next(iter(self._exact))
+            del self._exact[oldest]
             self._chosen.pop(oldest, None)
         return graph
 
-    def _extend(
+    def _general_graph(
         self,
-        family: _Family,
-        met: list[sizes.Layouts],
+        structure: Any,
+        decided_by: list[sizes.Layouts],
         leaves: list[Any],
         tensors: list[Tensor],
         build: Callable[[], Any],
-    ) -> None:
-        """Compile a general graph for the last of these sizes, unless one accepts it, or there can be none."""
-        place = len(met) - 1
-        if family.is_tried and not 0 < len(family.general) < _MAX_GENERAL:
-            return
-        if family.general_for(sizes.like(leaves, met[-1]), place) is not None:
-            return
-        varying = sizes.varying([sizes.shapes_of(each) for each in met])
-        given = sizes.example(met, varying)
-        if given is None or (family.is_tried and given is not met[-1]):  # torch would specialize this batch
-            return
-        family.is_tried = True
-        example = sizes.like(leaves, given)
-        if (made := self._compile_general(build(), example, tensors, varying, place)) is not None:
-            family.general.append(made)
+    ) -> _GeneralGraph:
+        """The graph for all sizes that these decide."""
+        known = self._general.get(structure)
+        if known is None or known.decided_by != decided_by or (known.graph and not known.graph.is_valid()):
+            known = self._general[structure] = self._compile_general(build(), decided_by, leaves, tensors)
+        return known
 
     def _compile_exact(self, core: Any, leaves: list[Any], tensors: list[Tensor]) -> CompiledGraph:
         flat, where, found = _flatten_core(core, leaves, len(tensors))
@@ -284,11 +239,18 @@ class Graphs:
         return _compiled(run, traits, outside, core, where, len(leaves), *found)
 
     def _compile_general(
-        self, core: Any, example: list[Any], tensors: list[Tensor], varying: sizes.Varying, place: int
-    ) -> _GeneralGraph | None:
-        """Compile one graph for batches of any size; return None if that fails."""
+        self, core: Any, decided_by: list[sizes.Layouts], leaves: list[Any], tensors: list[Tensor]
+    ) -> _GeneralGraph:
+        """Compile one graph for batches of any size; without a graph if that fails."""
+        varying = sizes.varying([sizes.shapes_of(each) for each in decided_by])
+        given = sizes.example(decided_by, varying)
+        none = _GeneralGraph(decided_by, None, lambda batch: False)
+        if given is None:
+            return none
+        example = sizes.like(leaves, given)
         flat, where, found = _flatten_core(core, example, len(tensors))
-        try:
+        made = None
+        with suppress(Exception):  # a size as a Python number, a branch on a value: an exact graph raises the error
             made = capture.compile_sizes(
                 flat,
                 tensors,
@@ -297,14 +259,12 @@ class Graphs:
                 backend=self.options.backend,
                 options=self.options.options,
             )
-        except Exception:  # a size as a Python number, a branch on a value: a graph for this size raises the error
-            made = None
         if made is None:
-            return None
+            return none
         run, traits, outside, fits = made
         self.count += 1
         graph = _compiled(run, traits, outside, core, where, len(example), *found)
-        return _GeneralGraph(graph, lambda batch: fits([batch[index] for index in where]), place)
+        return _GeneralGraph(decided_by, graph, lambda batch: fits([batch[index] for index in where]))
 
 
 def _flatten_core(core: Any, leaves: list[Any], count: int) -> tuple[capture.Flat, list[int], list[Any]]:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -133,12 +134,15 @@ def constant(value: Any) -> Any:
 
 
 def _not_constant(value: Any) -> capture.Uncaptured:
-    kind, own = type(value).__name__, ": batch.to_dict()" if hasattr(value, "to_dict") else ""
+    hint = "make a dict of its tensors in the loader's collate_fn"
+    if isinstance(value, np.ndarray):
+        hint = "call torch.as_tensor(array), or array.tolist() for text, in the loader"
+    elif hasattr(value, "to_dict"):
+        hint += ": batch.to_dict()"
     return capture.Uncaptured(
-        f"the batch has a {kind}, which no compiled graph can hold",
+        f"the batch has a {type(value).__name__}, which no compiled graph can hold",
         where="batch",
-        hint=f"make a dict of its tensors in the loader's collate_fn{own}; or run the step in eager mode "
-        "(compile=False)",
+        hint=f"{hint}; or run the step in eager mode (compile=False)",
     )
 
 

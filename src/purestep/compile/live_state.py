@@ -45,6 +45,9 @@ def _containers(node: Any) -> list[Any]:
     return found if isinstance(node, tuple) else [node, *found]
 
 
+_KEY = TrainState._fields.index("key")
+
+
 class Store:
     """The memory of a donated step's state: `buffers.StateBuffers`, or `eager_donation.OwnedState`."""
 
@@ -53,17 +56,12 @@ class Store:
         self.parts: list[tuple[Any, ...]] = []  # the fields of each TrainState
         self.structure: tree.TreeDef | None = None  # of a tree of TrainStates, which are its leaves
         self.generation = 0
-        self.calls = 0  # a generation that was packed in another way has none
         self.failed = False  # the last call was interrupted
         self.is_read = False  # the caller has read the state, and may pass a part of it as a batch
         self.exposed: list[tuple[Any, Any]] | None = None  # dicts and lists that the caller has read, and their copies
 
     def tensors(self) -> list[Tensor]:
         """Tensors whose version counters cover every write into the state."""
-        raise NotImplementedError
-
-    def calls_of(self, index: int) -> int:
-        """The number of calls in the key of one of the states."""
         raise NotImplementedError
 
     def expose(self) -> None:
@@ -88,9 +86,10 @@ class Store:
         self.generation -= 1
         self.failed = False
 
-    def donation_message(self, index: int, generation: int, calls: int) -> str:
+    def donation_message(self, index: int, generation: int) -> str:
         """The error text for a state of an earlier generation."""
-        call = f"this state in call {self.calls_of(index) - (self.calls - calls) + 1}"
+        calls = int(self.parts[index][_KEY].flatten()[1]) + self.failed  # of all generations
+        call = f"this state in call {calls - (self.generation - generation) + 1}"
         if self.failed and generation == self.generation - 1:
             return f"a donated step was overwriting {call}, which failed and may have written half of it"
         return f"a donated step has overwritten {call}"
@@ -104,7 +103,6 @@ class LiveState(TrainState):
 
     live_store: Store | None = None
     live_generation: int = 0
-    live_calls: int = 0
     live_index: int = 0
 
     def check_alive(self) -> None:
@@ -112,7 +110,7 @@ class LiveState(TrainState):
         store = self.live_store
         if store is not None and store.generation != self.live_generation:
             raise StateError(
-                store.donation_message(self.live_index, self.live_generation, self.live_calls),
+                store.donation_message(self.live_index, self.live_generation),
                 where="state",
                 hint="use the state that the call returned; to keep an old one, call ps.clone(state) before the call; "
                 "donate=False switches this off",
@@ -176,7 +174,6 @@ def live(store: Store, index: int) -> LiveState:
     state = tuple.__new__(LiveState, store.parts[index])
     state.live_store = store
     state.live_generation = store.generation
-    state.live_calls = store.calls
     state.live_index = index
     return state
 

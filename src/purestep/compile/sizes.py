@@ -72,6 +72,35 @@ def example(met: Sequence[Layouts], varying: Varying) -> Layouts | None:
     return None
 
 
+FIRST = 2
+"""The number of sizes met first that have a graph each."""
+
+
+def is_first(met: Sequence[Layouts], leaves: Sequence[Any]) -> bool:
+    """True if a batch has one of the sizes met first."""
+    return shapes(leaves) in [shapes_of(each) for each in met[:FIRST]]
+
+
+def extended(met: list[Layouts], leaves: Sequence[Any]) -> list[Layouts]:
+    """The list with the sizes of a batch, if they decide which graphs there are: the first sizes, the next ones, and
+    those by which another dimension varies. Else the same list.
+
+    Example:
+        >>> batches = [[torch.ones(shape)] for shape in ((8, 5), (3, 5), (1, 5), (4, 5), (6, 5), (8, 7))]
+        >>> met = []
+        >>> for batch in batches:
+        ...     met = extended(met, batch)
+        >>> [shapes_of(each)[0] for each in met]
+        [(8, 5), (3, 5), (4, 5), (8, 7)]
+    """
+    known, new = [shapes_of(each) for each in met], layouts(leaves)
+    if shapes(leaves) in known:
+        return met
+    wide = varying([*known, shapes(leaves)])
+    decides = len(met) < FIRST or ((len(met) == FIRST or wide != varying(known)) and example([new], wide) is not None)
+    return [*met, new] if decides else met
+
+
 def like(leaves: list[Any], given: Layouts) -> list[Any]:
     """Replace the tensors of a batch by tensors of these shapes and strides, whose values are not set."""
     return [

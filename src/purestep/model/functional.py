@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from .. import tree
 from ..errors import ConfigError, StateError, StepContractError
 from ..state import nearest_names
 from ..torch_ext import foreach, hidden, tensor_layout, tracing
@@ -61,15 +60,6 @@ class Template(NamedTuple):
     train: _Dispatch
     eval: _Dispatch
     names: Names
-
-
-_LISTS = {
-    **dict.fromkeys(("parameters", "named_parameters"), "model.params, a dict from name to weight"),
-    "named_buffers": "model.buffers, a dict from name to buffer",
-    "state_dict": "model.params, model.frozen and model.buffers, dicts from name to tensor",
-    **dict.fromkeys(("modules", "named_modules", "children", "named_children"), "model.module, without weights"),
-}
-"""A module's method -> what an objective reads in its place."""
 
 
 class Bound:
@@ -121,20 +111,10 @@ class Bound:
         return self._run("model", method, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        cure = "" if name.startswith("_") else self._cure(name, getattr(self.module, name, None))
-        raise AttributeError(f"the bound model has no attribute {name!r}{cure and f' (cure: {cure})'}")
-
-    def _cure(self, name: str, found: Any) -> str:
-        if name in self._names.params or name in self._names.frozen or name in self._names.buffers:
-            group = next(each for each in ("params", "frozen", "buffers") if name in getattr(self._names, each))
-            return f"model.{group}[{name!r}]"
-        if name in _LISTS:
-            return _LISTS[name]
-        if callable(found):
-            return f"call model.call({name!r}, ...), which has the weights; model.module.{name} has none"
-        if any(isinstance(leaf, Tensor) for leaf in tree.leaves(found)):
-            return f"return it from forward, or from a method for model.call: a pure call does not store {name}"
-        return "" if found is None else f"model.module.{name}"
+        raise AttributeError(
+            f"the bound model has no attribute {name!r} (cure: model.params, model.frozen and model.buffers hold its "
+            f"tensors by name; model.call({name!r}, ...) runs a method or submodule; model.module.{name} is a setting)"
+        )
 
     def objective(self, *args: Any, **kwargs: Any) -> Any:
         """Call the objective's module (a criterion with parameters or buffers)."""
@@ -184,21 +164,15 @@ class Bound:
         def call() -> Any:
             owner = getattr(self._module, target)
             found = owner if method == "__call__" else operator.attrgetter(method)(owner)
-            if not callable(found):
-                cure = f"add a method that returns it: def read_{method.rpartition('.')[2]}(self, ...)"
-                raise StepContractError(
-                    f"the attribute is a {type(found).__name__}, not a method", where=method, hint=cure
-                )
             numbers = self._module.numbers.read()
-            try:
-                output = found(*args, **kwargs)
-            except NotImplementedError as error:
-                raise _without_forward(error) from error
+            output = found(*args, **kwargs)
             self._module.numbers.check(numbers)
             if isinstance(output, Generator | nn.Module):  # they would be read when the module has no weights
-                cure = _LISTS.get(method, f"add a method that computes with what {method} gives")
                 raise StepContractError(
-                    f"the method returned a {type(output).__name__}", where=f"model.{method}", hint=cure
+                    f"the method returned a {type(output).__name__}",
+                    where=f"model.{method}",
+                    hint="read model.params, model.frozen and model.buffers, dicts from name to tensor, or the layers "
+                    "of model.module, without weights; or add a method that computes with them",
                 )
             # Read them before functional_call restores the module: the forward pass may have assigned new buffers.
             written: Params = {name: getattr(*at) for name, at in _places(self._module, self._names.buffers).items()}
@@ -456,17 +430,6 @@ def _keep_eval(module: nn.Module, patterns: Iterable[str]) -> None:
             raise ConfigError(f"{pattern!r} matches no submodule", where="keep_eval", hint=hint)
         for name in matched:
             module.get_submodule(name).eval()
-
-
-def _without_forward(error: NotImplementedError) -> Exception:
-    """The error for a module that defines no forward; any other error as it is."""
-    if 'is missing the required "forward"' not in str(error):
-        return error
-    return StepContractError(
-        "the module defines no forward",
-        where=str(error).partition("[")[2].partition("]")[0],
-        hint='call one of its methods: model.call("encode", x) in an objective, program.bind(state).call("encode", x)',
-    )
 
 
 def _inner(name: str) -> str:

@@ -82,45 +82,25 @@ def _copied(module: Any, memo: dict[int, Any]) -> Any:
         raise _not_copied(module, kept, error) from error
 
 
-_OLD_UTILITIES = {
-    "_g": "use torch.nn.utils.parametrizations.weight_norm instead of torch.nn.utils.weight_norm",
-    "_u": "use torch.nn.utils.parametrizations.spectral_norm instead of torch.nn.utils.spectral_norm",
-    "_mask": "call torch.nn.utils.prune.remove(layer, {name!r}), and use torch.nn.utils.parametrize to keep zeros zero",
-}
-"""Suffix of a tensor's name -> the cure for torch's utility that computes an attribute from this tensor."""
-
-
 def _not_copied(module: nn.Module, memo: dict[int, Any], error: Exception) -> StateError:
-    """The error for a failed copy: it names the attribute, or the submodule whose own copy fails."""
+    """The error for a failed copy, with the name of the attribute that fails."""
     known = memo | {id(part): part for part in module.modules()}  # copies of a part do not copy the others
     for name, part in module.named_modules():
         for attribute, value in vars(part).items():
-            if attribute in hidden.REGISTERED or _is_copied(value, known):
+            if attribute in hidden.REGISTERED:
                 continue
-            reason = str(error)
-            cure = f"keep it outside of the module, or define {type(part).__name__}.__deepcopy__"
-            if any(isinstance(each, Tensor) and each.grad_fn is not None for each in (value, *_contents(value))):
-                reason = "autograd computed it from other tensors"
-                utilities = [text for suffix, text in _OLD_UTILITIES.items() if hasattr(part, attribute + suffix)]
-                cure = (*utilities, "compute it in forward, or store value.detach()")[0].format(name=attribute)
-            what = f"the attribute of {type(part).__name__} cannot be copied: {reason}"
-            return StateError(what, where=f"{name}.{attribute}" if name else attribute, hint=cure)
-        if not _is_copied(part, {key: value for key, value in known.items() if key != id(part)}):
-            return StateError(
-                f"the module cannot be copied: {error}", where=name or type(part).__name__, hint=_ONLY_PLAIN
-            )
+            try:
+                copy.deepcopy(value, dict(known))
+            except (RuntimeError, TypeError):
+                what = f"the attribute of {type(part).__name__} cannot be copied: {error}"
+                return StateError(what, where=f"{name}.{attribute}" if name else attribute, hint=_ONLY_PLAIN)
     return StateError(f"the module cannot be copied: {error}", where=type(module).__name__, hint=_ONLY_PLAIN)
 
 
-_ONLY_PLAIN = "keep only parameters, buffers and plain values as attributes"
-
-
-def _is_copied(value: Any, memo: dict[int, Any]) -> bool:
-    try:
-        copy.deepcopy(value, dict(memo))
-    except (RuntimeError, TypeError):
-        return False
-    return True
+_ONLY_PLAIN = (
+    "keep only parameters, buffers and plain values as attributes, and a computed tensor as value.detach(); use "
+    "torch.nn.utils.parametrizations for weight_norm and spectral_norm, and prune.remove; or define __deepcopy__"
+)
 
 
 def weightless_copy(module: nn.Module) -> nn.Module:
@@ -239,11 +219,12 @@ def check(modules: Iterable[tuple[str, nn.Module]], parameters: Named, buffers: 
         _check_tensor(name, value)
     _check_memory(dict(parameters), dict(buffers))
     for name, part in modules:
-        _check_mode(name or type(part).__name__, part)
-        if name in ("", "objective"):
-            _check_scripted(name or "model", part)
-        if isinstance(part, nn.Embedding | nn.EmbeddingBag):
-            _check_embedding(name or type(part).__name__, part)
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse and part.weight.requires_grad:
+            raise StateError(
+                "sparse=True makes a sparse gradient, which no step supports",
+                where=name or type(part).__name__,
+                hint="set sparse=False",
+            )
 
 
 def _check_tensor(name: str, value: Tensor) -> None:
@@ -323,39 +304,3 @@ def _address(value: Tensor) -> int:
 
 def _length(value: Tensor) -> int:
     return tensor_layout.extent(value) * value.element_size()
-
-
-def _check_scripted(name: str, part: nn.Module) -> None:
-    is_scripted = isinstance(part, torch.jit.RecursiveScriptModule)  # pyright: ignore[reportPrivateImportUsage]  # public
-    if is_scripted and any(True for _ in (*part.parameters(), *part.buffers())):
-        hint = "pass the plain nn.Module; ps.fit(..., compile=True) and ps.compile_step compile the whole step"
-        raise StateError("the model is a module of torch.jit.script, which has no get_submodule", where=name, hint=hint)
-
-
-def _check_mode(name: str, part: nn.Module) -> None:
-    for method, args in (("train", (True,)), ("eval", ())):
-        own = getattr(type(part), method)
-        if own is getattr(nn.Module, method):
-            continue
-        try:
-            inspect.signature(own).bind(part, *args)
-        except TypeError as error:
-            raise StateError(
-                f"the class {type(part).__name__} defines {method}{inspect.signature(own)}, which hides "
-                f"nn.Module.{method}: a step cannot set the mode",
-                where=name,
-                hint=f"rename the method, for example to {method}_layer",
-            ) from error
-
-
-def _check_embedding(name: str, part: nn.Embedding | nn.EmbeddingBag) -> None:
-    if part.max_norm is not None:
-        raise StateError(
-            f"max_norm={part.max_norm} writes the weights in the forward pass",
-            where=name,
-            hint="set max_norm=None, and use torch.nn.utils.parametrize for the norm",
-        )
-    if part.sparse and part.weight.requires_grad:
-        raise StateError(
-            "sparse=True makes a sparse gradient, which no step supports", where=name, hint="set sparse=False"
-        )

@@ -183,9 +183,7 @@ def share(batch: Batch, mesh: Mesh) -> Share:
     from ..step import microbatch
 
     at, width = mesh.batch_rank, mesh.batch_size
-    cure = "give values that all rows share by a closure of the objective, as context or as a buffer of the model"
-    words = microbatch.Words("divide into {} shares", "the {} shares of the processes", cure, cure)
-    count = microbatch.count_rows(batch, width, words)
+    count = microbatch.count_rows(batch, width)
     first, end = count * at // width, count * (at + 1) // width
     rows = microbatch.rows(batch, first, end) if end > first else microbatch.rows(batch, 0, 1)
     device = next((leaf.device for leaf in tree.leaves(rows) if isinstance(leaf, Tensor)), None)

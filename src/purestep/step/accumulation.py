@@ -33,18 +33,15 @@ def accumulate(spec: Spec, form: Form, state: TrainState, micro: Micro) -> tuple
         added = added if form.exchange.once else exchange.reduced(form, added)
     accum = Accum(old.left - 1, old.weight + verdict, {name: old.grads[name] + grad for name, grad in added.items()})
     state = _with_buffers(state, micro, finite)
-    if isinstance(old, Adding):
-        return _with_micro(micro, _keep_open(state, accum))
-    if isinstance(old, Closing):
-        return _with_micro(micro, close(spec, form, state, accum, unreached))
-    if tracing.may_branch(old.left):  # on other devices the host would wait
-        last = int(old.left) == 1
-        return _with_micro(micro, close(spec, form, state, accum, unreached) if last else _keep_open(state, accum))
-    # The window position is unknown to the host: compute both results, select one.
-    opened, open_metrics = _keep_open(state, accum)
-    closed, close_metrics = close(spec, form, state, accum, unreached)
-    last = old.left == 1
-    return tree.where(last, closed, opened), micro, tree.where(last, close_metrics, open_metrics)
+    reads = tracing.may_branch(old.left)  # on other devices the host would wait
+    if isinstance(old, Adding) or (reads and type(old) is Accum and int(old.left) != 1):
+        new, metrics = _keep_open(state, accum)
+    elif isinstance(old, Closing) or reads:
+        new, metrics = close(spec, form, state, accum, unreached)
+    else:  # the window position is unknown to the host: compute both results, select one
+        opened, closed = _keep_open(state, accum), close(spec, form, state, accum, unreached)
+        new, metrics = tree.where(old.left == 1, closed, opened)
+    return new, micro, metrics
 
 
 def _with_buffers(state: TrainState, micro: Micro, finite: Tensor | None) -> TrainState:
@@ -55,10 +52,6 @@ def _with_buffers(state: TrainState, micro: Micro, finite: Tensor | None) -> Tra
     if not isinstance(state.halted, Empty):
         counted = counted & (state.halted == 0)
     return state._replace(buffers=kept_buffers(state.buffers, micro, counted))
-
-
-def _with_micro(micro: Micro, result: tuple[TrainState, Metrics]) -> tuple[TrainState, Micro, Metrics]:
-    return result[0], micro, result[1]
 
 
 def _keep_open(state: TrainState, accum: Accum) -> tuple[TrainState, Metrics]:

@@ -23,7 +23,7 @@ def untouched(objective: _Objective) -> _Objective:
     The first call for each batch structure runs on copies and records which of them the model writes; later calls copy
     only those leaves. Inside our own capture nothing is copied here: `compile.graphs` passes a copy of the batch.
     """
-    known = _Written()
+    known: dict[tree.TreeDef, tuple[int, ...]] = {}  # structure of a batch -> the leaves that the model writes
 
     def on_copies(model: Any, batch: Batch, *context: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():  # the compiler removes copies that are not written
@@ -31,7 +31,7 @@ def untouched(objective: _Objective) -> _Objective:
         if tracing.in_graph():
             return objective(model, batch, *context)
         leaves, treedef = tree.flatten(batch)
-        written = known.leaves.get(treedef)
+        written = known.get(treedef)
         if written == ():
             return objective(model, batch, *context)
         for index in range(len(leaves)) if written is None else written:
@@ -41,19 +41,12 @@ def untouched(objective: _Objective) -> _Objective:
         loss = objective(model, tree.unflatten(treedef, leaves), *context)
         if written is None:
             after = write_check.marks(given)
-            known.leaves[treedef] = tuple(int(index) for index, mark in before.items() if after[index] != mark)
+            known[treedef] = tuple(int(index) for index, mark in before.items() if after[index] != mark)
         return loss
 
     on_copies.__wrapped__ = objective  # pyright: ignore[reportFunctionMemberAccess]  # for `inspect.unwrap`
     on_copies.is_sum = getattr(objective, "is_sum", False)  # pyright: ignore[reportFunctionMemberAccess]
     return cast(_Objective, on_copies)
-
-
-class _Written:
-    """Leaves that an objective's model writes, by the structure of the batch."""
-
-    def __init__(self) -> None:
-        self.leaves: dict[tree.TreeDef, tuple[int, ...]] = {}
 
 
 def _copy(leaf: Any) -> Any:

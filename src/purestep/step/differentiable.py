@@ -22,9 +22,9 @@ class Parts(NamedTuple):
     """The parts of a program that derivatives are built from.
 
     Args:
-        loss: ``(params, state, batch, context, *, train, kind) -> (Loss, Bound)``: the objective on the whole batch
+        loss: ``(params, state, batch, context, *, train) -> (Loss, Bound)``: the objective on the whole batch
             with these parameters and the other tensors of the state; ``mean`` is connected to ``params``. Metrics are
-            detached; outputs are left out. ``kind`` makes the bound model, as `functional.Bound` does.
+            detached; outputs are left out.
         with_gradients: ``(parts, form, state, batch, context) -> Micro`` in place of `gradient.gradients` -> the
             program that updates by it.
         objective: the user's function.

@@ -95,20 +95,20 @@ def _value_and_grad(
             return mean, extra
 
         # In this frame: where Dynamo meets what it cannot compile, it runs the frame in eager mode, by autograd.
-        with nullcontext() if tracing.transformed() else draws.EagerDropout():
-            try:
-                with torch.enable_grad() if watches else nullcontext():  # a capture has it off
-                    grads, (_, extra) = torch.func.grad_and_value(differentiated, has_aux=True)(named)
-            except RuntimeError as error:
-                if "must override the setup_context" not in str(error):
-                    raise
-                raise _without_setup() from error
+        with (
+            nullcontext() if tracing.transformed() else draws.EagerDropout(),
+            torch.enable_grad() if watches else nullcontext(),  # a capture has it off
+        ):
+            grads, (_, extra) = torch.func.grad_and_value(differentiated, has_aux=True)(named)
         if watches:
             given = [
                 leaf for leaf in tree.leaves((named, state.frozen, state.buffers, read, batch)) if _is_followed(leaf)
             ]
-            if not given:  # else a derivative through the step
-                _refuse_others(grads)
+            if not given and any(tracing.unwrapped(grad).requires_grad for grad in grads.values()):
+                # Every state would hold the graphs of all steps before it.
+                raise StepContractError(
+                    f"the loss depends on {_listed(_variables(root))}", where="objective", hint=_OTHERS_CURE
+                )
             _warn_of_others(spec.reach, root, given, batch)
         return grads, extra, spec.reach.unreached
     if tracing.transformed():
@@ -136,15 +136,6 @@ def _unreached(mean: Tensor, params: Params) -> frozenset[str]:
         if not wanted:
             break
     return frozenset(wanted.values())
-
-
-def _without_setup() -> StepContractError:
-    return StepContractError(
-        "an autograd.Function of the model has no setup_context, which torch.func needs to differentiate it",
-        where="program",
-        hint='pass ps.program(..., engine="autograd"), or "auto"; or split its forward(ctx, ...) into forward(...) and '
-        "setup_context(ctx, inputs, output)",
-    )
 
 
 # --- torch.autograd -------------------------------------------------------------------------------------------------
@@ -269,17 +260,6 @@ def _is_followed(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and tracing.unwrapped(leaf).requires_grad
 
 
-def _refuse_others(grads: Params) -> None:
-    """Raise StepContractError if such tensors make gradients of `torch.func` require a gradient themselves: every state
-    would hold the graphs of all steps before it."""
-    roots = [found.grad_fn for grad in grads.values() if (found := tracing.unwrapped(grad)).requires_grad]
-    if roots:
-        found = {id(leaf): leaf for root in roots for leaf in _variables(root)}
-        raise StepContractError(
-            f"the loss depends on {_listed(list(found.values()))}", where="objective", hint=_OTHERS_CURE
-        )
-
-
 def _variables(root: Any) -> list[Tensor]:
     return [leaf for node in _nodes(root) if (leaf := getattr(node, "variable", None)) is not None]
 
@@ -395,12 +375,6 @@ def _joined_outputs(parts: list[tuple[Batch, Any]]) -> Any:
                     where=f"outputs/{path}",
                     hint="transpose it, rows first; for a number use a metric; or set microbatches=1",
                 )
-    if len({tuple(tree.paths(outputs)) for _, outputs in parts}) > 1:
-        raise StepContractError(
-            "the outputs differ between the micro-batches of a call",
-            where="outputs",
-            hint="return the same names in every call, or set microbatches=1",
-        )
     return tree.map(lambda *leaves: torch.cat(leaves), *(outputs for _, outputs in parts))
 
 

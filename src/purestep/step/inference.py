@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -90,27 +90,24 @@ def _written_buffers(spec: Spec, bound: functional.Bound) -> Callable[[], None]:
 
     def look() -> None:
         now = write_check.marks(given)
-        changed = {name for name, mark in now.items() if mark != marks[name]}
-        written = [name for name, found in bound.buffers.items() if found is not given[name] or name in changed]
-        _warn_of_written(name for name in written if name not in spec.carry and not _is_same(before, name, bound))
+        for name, found in bound.buffers.items():
+            is_written = found is not given[name] or now.get(name) != marks.get(name)
+            if not is_written or name in spec.carry or (name in before and _is_equal(found, before[name])):
+                continue
+            warnings.warn(
+                f"the model writes the buffer {name} in eval mode, and each batch of an evaluation begins with the one "
+                f"that training has left in the state (cure: ps.program(..., carry=({name!r},)) for a value that goes "
+                "from batch to batch, such as a hidden state; else write it only if self.training)",
+                UserWarning,
+                stacklevel=2,
+            )
+            return
 
     return look
 
 
-def _is_same(before: Params, name: str, bound: functional.Bound) -> bool:
-    found: Any = bound.buffers[name]
-    return name in before and isinstance(found, torch.Tensor) and torch.equal(before[name], found)
-
-
-def _warn_of_written(names: Iterable[str]) -> None:
-    if found := list(names):
-        warnings.warn(
-            f"the model writes the buffer {found[0]} in eval mode, and each batch of an evaluation begins with the one "
-            f"that training has left in the state (cure: ps.program(..., carry=({found[0]!r},)) for a value that goes "
-            "from batch to batch, such as a hidden state; else write it only if self.training)",
-            UserWarning,
-            stacklevel=2,
-        )
+def _is_equal(found: Any, before: torch.Tensor) -> bool:
+    return isinstance(found, torch.Tensor) and torch.equal(before, found)
 
 
 def _number(state: TrainState, index: int) -> int:

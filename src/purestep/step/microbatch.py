@@ -1,16 +1,17 @@
 """Splitting of a batch into micro-batches.
 
-Tensors and arrays are split by rows; a list or tuple inside the batch with one entry for each row (names, the dicts of
-a detector's labels, tensors of different sizes) by its entries; all else goes into every part. A list whose tensors all
-have as many rows as the list has entries may be columns too, and is refused. A batch that is a list is a list of
-columns, unless it holds dicts whose tensors differ in rows.
+Tensors and arrays are split by rows. The number of rows is that of the first tensor that lies in no list, else the
+length of the first list. A list or tuple inside the batch with one entry for each row (names, the dicts of a detector's
+labels, tensors of different sizes) is split by its entries; all else goes into every part. A list of as many tensors as
+rows, all with that many rows, may be columns too, and is refused. A batch that is a list, and a list of tensors of
+several dtypes or ranks, is a list of columns.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -20,22 +21,7 @@ from ..errors import DataError
 from ..torch_ext import tensor_layout
 from ..types import Batch
 
-
-class Words(NamedTuple):
-    """Texts of messages; ``{}`` stands for the number of parts."""
-
-    divide: str  # to divide a batch into parts
-    parts: str
-    empty_cure: str  # of a batch without rows
-    uneven_cure: str  # of tensors with different numbers of rows
-
-
-MICRO = Words(
-    "split into {} micro-batches",
-    "{} micro-batches",
-    "set microbatches=1",
-    "pass values that must not be split as context, or set microbatches=1",
-)
+_CURE = "pass values that all parts share as context, by a closure of the objective, or as a buffer of the model"
 
 
 def split(batch: Batch, count: int) -> Iterator[Batch]:
@@ -44,12 +30,10 @@ def split(batch: Batch, count: int) -> Iterator[Batch]:
     Raises:
         DataError: there is nothing to split, numbers of rows differ, a list is ambiguous, or there are too few rows.
     """
-    number, listed = _rows_and_lists(batch, count, MICRO)
+    number, leaves, treedef = _by_rows(batch, count)
     if number < count:
         hint = "set drop_last=True in the loader if it is the last batch of an epoch, or use fewer microbatches"
         raise DataError(f"the batch has {number} rows, too few for {count} micro-batches", where="batch", hint=hint)
-    bounds = [at * (number // count) + min(at, number % count) for at in range(count + 1)]
-    leaves, treedef = tree.flatten(batch, is_leaf=lambda node: id(node) in listed)
     for leaf in leaves:
         if isinstance(leaf, Tensor) and not tensor_layout.is_dense(leaf):
             raise DataError(
@@ -58,22 +42,18 @@ def split(batch: Batch, count: int) -> Iterator[Batch]:
                 where="batch",
                 hint="call x.to_dense() or pad the tensor in the loader, or set microbatches=1",
             )
+    bounds = [at * (number // count) + min(at, number % count) for at in range(count + 1)]
     for start, end in itertools.pairwise(bounds):
-        yield tree.unflatten(treedef, [_part(leaf, start, end, listed) for leaf in leaves])
+        yield tree.unflatten(treedef, [_part(leaf, number, start, end) for leaf in leaves])
 
 
-def count_rows(batch: Batch, count: int = 1, words: Words = MICRO) -> int:
-    """The number of rows that `split` can divide.
-
-    Args:
-        batch: of the rows.
-        count: number of parts, for messages.
-        words: of the parts, for messages.
+def count_rows(batch: Batch, count: int = 1) -> int:
+    """The number of rows that `split` can divide into ``count`` parts.
 
     Raises:
         DataError: there is nothing to split, numbers of rows differ, or a list is ambiguous.
     """
-    return _rows_and_lists(batch, count, words)[0]
+    return _by_rows(batch, count)[0]
 
 
 def rows(batch: Batch, first: int, end: int) -> Batch:
@@ -82,89 +62,58 @@ def rows(batch: Batch, first: int, end: int) -> Batch:
     Raises:
         DataError: as `count_rows`.
     """
-    _, listed = _rows_and_lists(batch, 1, MICRO)
-    leaves, treedef = tree.flatten(batch, is_leaf=lambda node: id(node) in listed)
-    return tree.unflatten(treedef, [_part(leaf, first, end, listed) for leaf in leaves])
+    number, leaves, treedef = _by_rows(batch, 1)
+    return tree.unflatten(treedef, [_part(leaf, number, first, end) for leaf in leaves])
 
 
-def _part(leaf: Any, start: int, end: int, listed: Mapping[int, Any]) -> Any:
-    return leaf[start:end] if id(leaf) in listed or _has_rows(leaf) else leaf
+def _part(leaf: Any, number: int, start: int, end: int) -> Any:
+    return leaf[start:end] if _has_rows(leaf) or _is_list(leaf, number) else leaf
 
 
-def _rows_and_lists(batch: Batch, count: int, words: Words) -> tuple[int, dict[int, Any]]:
-    """The number of rows, and the lists with one entry for each row, by id."""
-    lists = list(_lists(batch, is_batch=True))
-    inside = {id(leaf) for node in lists for leaf in tree.leaves(node)}
-    columns = [leaf for leaf in tree.leaves(batch) if _has_rows(leaf) and id(leaf) not in inside]
-    examples = [node for node in lists if _are_named(node)]
-    if columns:
-        number = _rows(columns[0])
-    elif lists:
-        number = len((examples or [node for node in lists if _sizes(node)] or lists)[0])
-    else:
-        what = f"the batch holds no tensor to {words.divide.format(count)}"
-        raise DataError(what, where="batch", hint=words.empty_cure)
-    listed = {id(node): node for node in _of_length(lists, number)}
-    if not any(len(node) == number for node in examples):  # which no columns can be
-        for node in listed.values():
-            sizes = _sizes(node)
-            if len(sizes) == 1 and (sizes[0] == number or not columns):
-                raise DataError(
-                    f"the batch holds a list of {number} tensors of {sizes[0]} rows: one for each row, or columns",
-                    where="batch",
-                    hint="stack tensors of one size: torch.stack(x); name columns: {'a': x, 'b': y}; or make a list of "
-                    "one dict for each row",
-                )
-    named = tree.with_paths(batch, is_leaf=lambda node: id(node) in listed)
+def _by_rows(batch: Batch, count: int) -> tuple[int, list[Any], tree.TreeDef]:
+    """The number of rows, and the leaves and the structure of a batch whose lists with one entry for each row are
+    leaves."""
+    outer, _ = tree.flatten(batch, is_leaf=lambda node: node is not batch and _is_list(node))
+    columns, lists = [leaf for leaf in outer if _has_rows(leaf)], [leaf for leaf in outer if _is_list(leaf)]
+    if not columns and not lists:
+        raise DataError(f"the batch holds no tensor to split into {count} parts", where="batch", hint=_CURE)
+    number = _rows(columns[0]) if columns else len(lists[0])
+    named = tree.with_paths(batch, is_leaf=lambda node: node is not batch and _is_list(node, number))
+    listed = [leaf for _, leaf in named if _is_list(leaf, number)]
+    for entries in [] if any(map(_are_records, listed)) else listed:
+        sizes = _sizes(entries)
+        if len(sizes) == 1 and (sizes[0] == number or not columns):
+            raise DataError(
+                f"the batch holds a list of {number} tensors of {sizes[0]} rows: one for each row, or columns",
+                where="batch",
+                hint="stack tensors of one size: torch.stack(x); name columns: {'a': x, 'b': y}; or make a list of "
+                "one dict for each row",
+            )
     found = {path: _rows(leaf) for path, leaf in named if _has_rows(leaf)}
     for path, size in found.items():
         if size != number:
             first = next(iter(found))
             others = f"{found[first]} rows in {first}" if found[first] != size else f"{number} entries in a list"
             raise DataError(
-                f"{others} and {size} rows in {path}; {words.parts.format(count)} need equal numbers of rows",
+                f"{others} and {size} rows in {path}; {count} parts need equal numbers of rows",
                 where="batch",
-                hint=words.uneven_cure,
+                hint=_CURE,
             )
-    return number, listed
+    return number, *tree.flatten(batch, is_leaf=lambda node: node is not batch and _is_list(node, number))
 
 
-def _lists(node: Any, *, is_batch: bool = False) -> Iterator[Any]:
-    """The outermost lists and tuples in a batch that may have one entry for each row: their tensors are of one kind."""
-    if type(node) in (list, tuple):
-        kinds = {(entry.dtype, entry.ndim) for entry in node if _is_array(entry)}
-        if len(_sizes(node)) > 1 and _are_named(node) if is_batch else len(kinds) < 2:
-            yield node
-            return
-    for child in _children(node):
-        yield from _lists(child)
+def _is_list(node: Any, length: int | None = None) -> bool:
+    """True for a list or tuple that may have one entry for each row: its tensors have one dtype and rank."""
+    if type(node) not in (list, tuple) or (length is not None and len(node) != length):
+        return False
+    return len({(entry.dtype, entry.ndim) for entry in node if isinstance(entry, Tensor | np.ndarray)}) < 2
 
 
-def _of_length(lists: Iterable[Any], number: int) -> Iterator[Any]:
-    for node in lists:
-        if len(node) == number:
-            yield node
-        else:
-            yield from _of_length((found for entry in node for found in _lists(entry)), number)
-
-
-def _are_named(entries: Any) -> bool:
-    """True if all entries have children with the same names, as examples have."""
-    names = [_names(entry) for entry in entries]
-    return bool(names) and names[0] is not None and all(name == names[0] for name in names)
-
-
-def _names(node: Any) -> list[Any] | None:
-    if isinstance(node, Mapping):
-        return sorted(cast("Mapping[Any, Any]", node), key=str)
-    fields = getattr(type(node), "_fields", None)  # of a NamedTuple
-    return fields if fields is not None else list(tree.attributes(node) or ()) or None
-
-
-def _children(node: Any) -> Iterable[Any]:
-    if isinstance(node, Mapping):
-        return cast("Mapping[Any, Any]", node).values()
-    return node if isinstance(node, list | tuple) else (tree.attributes(node) or {}).values()
+def _are_records(entries: Any) -> bool:
+    """True for a list of mappings or objects of one structure, which is no list of columns."""
+    structures = [tree.flatten(entry)[1] for entry in entries if type(entry) not in (list, tuple, type(None))]
+    same = len(structures) == len(entries) and all(each == structures[0] for each in structures)
+    return same and bool(structures) and not structures[0].is_leaf()
 
 
 def _sizes(entries: Any) -> list[int]:
@@ -176,12 +125,8 @@ def _sizes(entries: Any) -> list[int]:
     return found
 
 
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor | np.ndarray)
-
-
 def _has_rows(leaf: Any) -> bool:
-    return _is_array(leaf) and leaf.ndim > 0
+    return isinstance(leaf, Tensor | np.ndarray) and leaf.ndim > 0
 
 
 def _rows(leaf: Any) -> int:

@@ -117,12 +117,10 @@ def program(
     _check_parts(model, objective, tx)
     if scaler is not None and not isinstance(scaler, scaler_.Scaler):
         raise ConfigError(f"the scaler is a {type(scaler).__name__}", where="program", hint="ps.scaler.dynamic(...)")
-    if not isinstance(keep_eval, str | tuple | list) or not all(isinstance(name, str) for name in keep_eval):
-        raise ConfigError(
-            f"keep_eval={keep_eval!r} is not a tuple of names", where="program", hint='pass keep_eval=("backbone.*",)'
-        )
-    if not isinstance(carry, str | tuple | list) or not all(isinstance(name, str) for name in carry):
-        raise ConfigError(f"carry={carry!r} is not a tuple of names", where="program", hint='pass carry=("hidden",)')
+    for name, given in {"keep_eval": keep_eval, "carry": carry}.items():
+        if not isinstance(given, str | tuple | list) or not all(isinstance(each, str) for each in given):
+            what = f"{name}={given!r} is not a tuple of names"
+            raise ConfigError(what, where="program", hint=f'pass {name}=("backbone.*",)')
     if kinds := wrappers(model):
         warnings.warn(
             f"the model is wrapped by {' and '.join(kinds)}: the step uses the module inside, under its own names "

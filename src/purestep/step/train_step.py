@@ -105,20 +105,18 @@ def _check_evaluable(spec: Spec, form: Form) -> None:
     if not spec.tx.evaluates:
         return
     several = {
-        f"accumulate={spec.accumulate}": (spec.accumulate > 1, f"microbatches={spec.accumulate} and the whole batch"),
-        "sam": (spec.is_sharp, "sam=None"),
-        "a loss scale": (
-            not isinstance(spec.scaler.init(torch.device("cpu")), Empty),
-            'precision="bf16-mixed" and no scaler',
-        ),
-        "several processes": (form.exchange is not None, "a mesh of one process, or optim.adamw(1e-3)"),
+        "accumulate=": spec.accumulate > 1,
+        "sam=": spec.is_sharp,
+        "a loss scaler": not isinstance(spec.scaler.init(torch.device("cpu")), Empty),
+        "several processes": form.exchange is not None,
     }
-    for what, (is_there, cure) in several.items():
+    for what, is_there in several.items():
         if is_there:
             raise ConfigError(
                 f"the transform evaluates the loss of a call again, which it cannot do with {what}",
                 where="program",
-                hint=f"use {cure}",
+                hint='use microbatches= and the whole batch in one call, sam=None, precision="bf16-mixed" and no '
+                "scaler, one process; or optim.adamw(1e-3)",
             )
 
 

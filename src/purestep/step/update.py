@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import optim, tree
 from ..errors import StepContractError
@@ -241,33 +241,13 @@ def _fits_float16(form: Form, deltas: Params) -> Tensor | None:
 # --- other parts of a state -----------------------------------------------------------------------------------------
 
 
-def is_halted(state: TrainState) -> bool:
-    """True if the state has halted; the host may branch on it."""
-    return not isinstance(state.halted, Empty) and state.halted.item() != 0
-
-
 def kept_if_halted(state: TrainState, new: Tree, old: Tree) -> Tree:
     """The new leaves, which are of this call, or copies of the old ones if the state has halted."""
     if isinstance(state.halted, Empty):
-        return _separate(new, old, state) if tracing.may_branch(state.step) else new
+        return new
     if not tracing.may_branch(state.halted):
         return tree.where(state.halted == 0, new, old)
-    return tree.clone(old) if is_halted(state) else _separate(new, old, state)
-
-
-def _separate(new: Tree, old: Tree, state: TrainState) -> Tree:
-    """The new leaves, copied if they share memory with the state or each other: a transform may store its arguments."""
-    used = {leaf.data_ptr() for leaf in tree.leaves(state) if type(leaf) in (Tensor, nn.Parameter)}
-
-    def own(n: Any, o: Any) -> Any:
-        if n is o:
-            return o
-        if type(n) is Tensor and n.data_ptr() not in used and n.untyped_storage().nbytes() == n.nbytes:
-            used.add(n.data_ptr())
-            return n if n.dtype == o.dtype else n.to(torch.promote_types(n.dtype, o.dtype))
-        return torch.where(torch.ones((), dtype=torch.bool), n, o)
-
-    return tree.map(own, new, old)
+    return new if state.halted.item() == 0 else tree.clone(old)
 
 
 def weight_or_nan(micro: Micro) -> Tensor:
