@@ -73,13 +73,7 @@ def scale_by_soap(
 
     Vectors and scalars have no basis: this is Adam for them.
 
-    Args:
-        b1: decay of the mean of gradients, in [0, 1).
-        b2: decay of the mean of their squares, in [0, 1).
-        eps: in [0, inf), outside the root, before Adam's correction of the bias.
-        shampoo_beta: decay of the means of products, in [0, 1); None: ``b2``.
-        precondition_frequency: updates between two computations of the bases, at least 1.
-        max_precond_dim: a larger dimension (a vocabulary) is not rotated, at least 1.
+    The arguments are those of `soap`.
 
     References:
         Vyas et al., 2024, SOAP: Improving and Stabilizing Shampoo using Adam.
@@ -159,14 +153,14 @@ def soap(
 
     Args:
         learning_rate: in [0, inf), or a schedule.
-        b1: as in `scale_by_soap`, like the following.
-        b2: decay of the mean of squares, in [0, 1).
-        eps: in [0, inf).
+        b1: decay of the mean of gradients, in [0, 1).
+        b2: decay of the mean of their squares, in [0, 1).
+        eps: in [0, inf), outside the root, before Adam's correction of the bias.
         weight_decay: in [0, inf), decoupled.
         mask: the parameters that decay, as in `masked`; None: all.
         shampoo_beta: decay of the means of products, in [0, 1); None: ``b2``.
         precondition_frequency: updates between two computations of the bases, at least 1.
-        max_precond_dim: a larger dimension is not rotated, at least 1.
+        max_precond_dim: a larger dimension (a vocabulary) is not rotated, at least 1.
 
     References:
         Vyas et al., 2024, SOAP: Improving and Stabilizing Shampoo using Adam.
