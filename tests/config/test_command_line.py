@@ -75,7 +75,7 @@ def test_without_options_it_is_the_dataclass() -> None:
 def test_options_override_the_file_and_the_file_the_defaults(tmp_path: Path) -> None:
     file = toml(
         tmp_path,
-        'learning_rate = 1\nruns = "b"\nkind = "large"\nnames = ["x", "y"]\nfresh = true\n'
+        'learning_rate = 1\nruns = "b"\nkind = "LARGE"\nnames = ["x", "y"]\nfresh = true\n'
         "[model]\nsizes = [4, 5]\n[fit]\nepochs = 7\nlimit_batches = {train = 0.5}\nearly_stopping = {patience = 2}\n",
     )
     options = ["--fit.epochs", "9", "--model.norm", "batch", "--learning-rate", "3e-4", "--no-fresh", "--device", "cpu"]
@@ -118,6 +118,27 @@ def test_a_json_file_and_the_programs_own_options(tmp_path: Path, monkeypatch: p
 def test_a_field_without_a_default_may_come_from_either(tmp_path: Path) -> None:
     assert ps.config.cli(Strict, ["--data", "a"]) == Strict(Path("a"))
     assert ps.config.cli(Strict, [*toml(tmp_path, 'data = "b"'), "--rate", "2"]) == Strict(Path("b"), 2.0)
+    assert ps.config.cli(Strict, [*toml(tmp_path, "rate = -1e-3"), "--data", "c"]) == Strict(Path("c"), -1e-3)
+
+
+@dataclass(frozen=True)
+class Kinds:
+    weights: dict[str, float] = field(default_factory=dict)
+    sizes: tuple[tuple[int, int], ...] = ()
+    known: bool | None = None
+    name: str | None = "a"
+    fit: ps.FitConfig = ps.FitConfig(epochs=3, compile=True)  # noqa: RUF009
+
+
+@needs_tyro
+def test_a_file_holds_what_an_option_takes(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    fit = {"compile": False, "evaluate_every": 0.5, "monitor": "val_loss", "limit_batches": {"train": 2, "val": 0.5}}
+    given = {"weights": {"a": 1, "b": -2.5}, "sizes": [[1, 2], [3, 4]], "known": True, "name": None, "fit": fit}
+    path.write_text(json.dumps(given))
+    found = ps.config.cli(Kinds, ["--config", str(path), "--fit.evaluate-every", "2"])
+    settings = ps.FitConfig(epochs=3, **{**fit, "evaluate_every": 2})  # type: ignore[arg-type]
+    assert found == Kinds({"a": 1.0, "b": -2.5}, ((1, 2), (3, 4)), True, None, settings)
 
 
 @dataclass(frozen=True)
@@ -195,41 +216,34 @@ def test_a_default_may_be_of_a_derived_class_or_one_of_several(tmp_path: Path) -
 
 
 @needs_tyro
-def test_a_file_holds_the_fields_without_a_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        ps.config.cli(Strict, [*toml(tmp_path, "rate = 3"), "--data", "c"])
-    assert (
-        "run.toml: data has no default and is not in the file (cure: add data to the file)" in capsys.readouterr().err
-    )
-
-
-@needs_tyro
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "said"),
     [
-        ("learning_rat = 1", r"learning_rat is not a setting; the settings are runs, .*cure: learning_rate"),
-        ("[model]\nwidht = 1", r"model\.widht is not a setting; .*model\.width.*cure: model\.width"),
-        ("[fit]\nepoch = 1", r"fit: 'epoch' is not a setting of fit; .*cure: epochs"),
-        ("[fit]\nlr = 1", r"fit: 'lr' is not a setting of fit .*cure: optim\.adamw\(lr\)"),
-        ('learning_rate = "fast"', r"learning_rate = 'fast': must be a valid number"),
-        ("names = 3", r"names = 3: must be a valid list"),
-        ('[model]\nnorm = "group"', r"model\.norm = 'group': must be 'batch' or 'layer'"),
-        ("model = 3", r"model = 3 must be a table .*cure: \[model\] and its settings below"),
-        ("fit = 3", r"fit = 3 must be a table"),
-        ("learning_rate = ", r"does not parse"),
+        ("learning_rat = 1", "--learning-rate"),
+        ("[model]\nwidht = 1", "--model.width"),
+        ("[fit]\nepoch = 1", "--fit.epochs"),
+        ('[fit]\nepochs = "few"', "epochs='few': must be a whole number"),
+        ("[fit]\nlr = 1", "Unrecognized options: --fit.lr"),
+        ('learning_rate = "fast"', "--learning-rate"),
+        ('[model]\nnorm = "group"', "--model.norm"),
+        ("model = 3", "Unrecognized options: --model"),
+        ("fit = 3", "Unrecognized options: --fit"),
+        ("[learning_rate]\na = 1", "Unrecognized options: 1"),
+        ("fresh = 1", "Unrecognized options: 1"),
+        ("[model]\nwidth = true", "--model.width"),
+        ("learning_rate = ", "does not parse"),
     ],
 )
 def test_a_wrong_file_says_where_and_the_nearest_name(
-    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
         ps.config.cli(Config, toml(tmp_path, text), prog="train.py")
     assert caught.value.code == 2
-    said = capsys.readouterr().err
-    assert said.startswith("train.py: ")
-    assert "run.toml" in said
-    with pytest.raises(ConfigError, match=message):
-        raise caught.value.__cause__ or AssertionError
+    found = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert said in found
+    assert "train.py: " in found
+    assert "run.toml" in found
 
 
 @needs_tyro

@@ -9,15 +9,9 @@ import json
 import sys
 import typing
 from collections.abc import Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
-from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
-
 from ..errors import ConfigError
-from ..state import nearest
-from . import messages
 from .settings import FitConfig
 from .sources import read
 
@@ -39,15 +33,16 @@ def cli(
         >>> def main() -> None:  # python train.py --config run.toml --fit.epochs 5
         ...     config = ps.config.cli(Config)
 
-    ``python train.py --config run.toml --learning-rate 3e-4 --fit.epochs 5``: the file sets fields by their names, and
-    options override it. A file holds all fields without a default. Each field is an option (``learning_rate``:
-    ``--learning-rate``), with its type, default and comment or docstring in ``--help``; a flag has ``--no-...`` too. A
-    field that is a dataclass is a group with options ``--group.field``, and a table ``[group]`` in the file. A field of
-    type `FitConfig` is a group with the settings of `fit`, for ``ps.fit(state, loaders, program, config.fit)``.
+    ``python train.py --config run.toml --learning-rate 3e-4 --fit.epochs 5``: the values of the file are options too,
+    and those of the command line override them. Each field is an option (``learning_rate``: ``--learning-rate``), with
+    its type, default and comment or docstring in ``--help``; a flag has ``--no-...`` too. A field that is a dataclass
+    is a group with options ``--group.field``, and a table ``[group]`` in the file. A field of type `FitConfig` is a
+    group with the settings of `fit`, for ``ps.fit(state, loaders, program, config.fit)``.
 
-    A wrong option or file ends the program with status 2, and a message that names the option or the file and the
-    nearest names. This is a thin layer on tyro (``pip install 'purestep[cli]'``), which parses the options: its
-    annotations (``tyro.conf``) work in the dataclass.
+    A value in the file is written as for its option, in a list one by one; a table that is no group holds an option's
+    keys and values. A wrong option or file ends the program with status 2, and a message that names the option, the
+    nearest names and the file. This is a thin layer on tyro (``pip install 'purestep[cli]'``), which parses the
+    options: its annotations (``tyro.conf``) work in the dataclass.
 
     Args:
         config: a dataclass.
@@ -76,101 +71,43 @@ def cli(
     text = (config.__doc__ or "" if description is None else description).strip()
     text += "\n\n--config FILE: a .toml or .json file with values of these fields, which options override."
     try:
-        found = {} if given.config is None else read(given.config)
-        default = {} if given.config is None else {"default": _filled(config, None, found, str(given.config), "")}
+        options = [] if given.config is None else _options(config, read(given.config), "")
         registry = tyro.constructors.ConstructorRegistry()
         registry.struct_rule(lambda info: _fit_options(info, tyro))
-        registry.struct_rule(lambda info: _group_options(info, tyro))
-        return tyro.cli(config, args=rest, prog=prog, description=text.strip(), registry=registry, **default)
+        return tyro.cli(config, args=[*options, *rest], prog=prog, description=text.strip(), registry=registry)
     except ConfigError as error:
         print(f"{prog or sys.argv[0]}: {error}", file=sys.stderr)
         raise SystemExit(2) from error
+    except SystemExit as error:
+        if error.code and given.config is not None:
+            print(f"{prog or sys.argv[0]}: the values of {given.config} are among these options", file=sys.stderr)
+        raise
 
 
-def _filled(config: type[Any], before: Any, found: Mapping[str, Any], file: str, prefix: str) -> Any:
-    """A dataclass with the values of a file; the other values are those of ``before``, or the defaults without one.
-
-    ``__init__`` does not run: tyro calls it with the options too, and ``__post_init__`` may derive values from them.
-
-    Raises:
-        ConfigError: a name is not a field, a value has another type, or a field without a default is missing.
-    """
-    has_before = isinstance(before, config)
-    if has_before:
-        config = type(before)
-    own = {field.name: field for field in dataclasses.fields(config) if field.init}
-    for name in found:
-        if name not in own:
-            near = nearest(str(name), own)
-            raise ConfigError(
-                f"{prefix}{name} is not a setting; the settings are {', '.join(prefix + each for each in own)}",
-                where=file,
-                hint=f"{prefix}{near}" if near else "use one of these",
-            )
-    types = typing.get_type_hints(config, include_extras=True)
-    made, lacking = object.__new__(config), list[str]()
-    for name, field in own.items():
-        value = getattr(before, name) if has_before else _default(field, types[name], file, f"{prefix}{name}.")
-        if name in found:
-            value = _value(types[name], found[name], value, file, prefix + name)
-        if value is dataclasses.MISSING:
-            lacking.append(prefix + name)
-        object.__setattr__(made, name, value)
-    if lacking:
-        what = f"{', '.join(lacking)} has no default and is not in the file"
-        raise ConfigError(what, where=file, hint=f"add {lacking[0]} to the file")
-    return made
+def _options(config: Any, found: Mapping[str, Any], prefix: str) -> list[str]:
+    """The values of a file as options: those of a table are options of its group."""
+    kinds = typing.get_type_hints(config) if dataclasses.is_dataclass(config) else {}
+    options: list[str] = []
+    for name, value in found.items():
+        kind, option = kinds.get(name), prefix + name.replace("_", "-")
+        if config is FitConfig:
+            options.append(f"--{option}={_shown(value)[0]}")
+        elif kind is bool and isinstance(value, bool):
+            options.append(f"--{option}" if value else f"--{prefix}no-{name.replace('_', '-')}")
+        elif isinstance(value, Mapping) and (kind is FitConfig or dataclasses.is_dataclass(kind)):
+            options += _options(kind, value, f"{option}.")
+        elif isinstance(value, Mapping | list):
+            options += [f"--{option}", *_texts(value)]
+        else:
+            options.append(f"--{option}={value}")
+    return options
 
 
-def _default(field: dataclasses.Field[Any], kind: Any, file: str, prefix: str) -> Any:
-    """The default of a field, ``MISSING`` without one."""
-    if field.default_factory is dataclasses.MISSING:
-        return field.default
-    if field.default_factory is kind and isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        return _filled(kind, None, {}, file, prefix)
-    return field.default_factory()
-
-
-def _value(kind: Any, found: Any, before: Any, file: str, name: str) -> Any:
-    """A value of a file in the type of its field."""
-    bare = typing.get_args(kind)[0] if typing.get_origin(kind) is typing.Annotated else kind
-    if bare is FitConfig:
-        _check_table(found, file, name)
-        known = {each: getattr(before, each) for each in before.model_fields_set} if isinstance(before, bare) else {}
-        try:
-            return FitConfig.from_dict({**known, **found})
-        except ConfigError as error:
-            raise ConfigError(f"{name}: {error.what}", where=file, hint=error.hint) from error
-    if isinstance(bare, type) and dataclasses.is_dataclass(bare):
-        _check_table(found, file, name)
-        return _filled(bare, before, found, file, f"{name}.")
-    try:
-        return TypeAdapter(kind, config=ConfigDict(arbitrary_types_allowed=True)).validate_python(found)
-    except ValidationError as error:
-        what = f"{name} = {found!r}: {messages.reason(error.errors())}"
-        raise ConfigError(what, where=file, hint=f"correct {name} in the file") from error
-    except (PydanticSchemaGenerationError, PydanticUserError):  # a type that pydantic does not know
-        return found
-
-
-def _check_table(found: Any, file: str, name: str) -> None:
-    if not isinstance(found, Mapping):
-        raise ConfigError(f"{name} = {found!r} must be a table", where=file, hint=f"[{name}] and its settings below")
-
-
-def _group_options(info: Any, tyro: Any) -> Any:
-    """A group of options for a dataclass with an instance as default, of which only arguments of ``__init__`` count.
-
-    tyro would also copy the fields that ``__post_init__`` computes.
-    """
-    kind, default = info.type, info.default
-    if not (isinstance(kind, type) and dataclasses.is_dataclass(kind) and isinstance(default, kind)):
-        return None
-    arguments = {each.name: getattr(default, each.name) for each in dataclasses.fields(kind) if each.init}
-    spec = tyro.constructors.ConstructorRegistry.get_struct_spec(
-        dataclasses.replace(info, default=SimpleNamespace(**arguments))
-    )
-    return spec if isinstance(spec, tyro.constructors.StructConstructorSpec) else None  # not in a union
+def _texts(value: Any) -> list[str]:
+    """The numbers and texts of a list or a table, in order."""
+    if isinstance(value, Mapping):
+        value = [part for pair in value.items() for part in pair]
+    return [text for each in value for text in _texts(each)] if isinstance(value, list) else [str(value)]
 
 
 def _fit_options(info: Any, tyro: Any) -> Any:

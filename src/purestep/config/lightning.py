@@ -67,8 +67,8 @@ def from_lightning(settings: object, *, strict: bool = False) -> Plan:
     - ``devices="auto"`` is one device, or with a strategy of several processes all that torchrun has started. Several
       devices, nodes, or such a strategy fill ``plan.mesh`` and ``plan.distribute``; torchrun starts the processes.
     - "ddp" holds the whole state in every process; "fsdp" and "deepspeed_stage_1" to "_3" hold pieces of all of it
-      (ZeRO-2, which holds no less at rest than stage 3); FSDPStrategy(sharding_strategy="HYBRID_SHARD") holds pieces
-      inside a node. ``sync_batchnorm=False`` averages the statistics of BatchNorm.
+      (ZeRO-2, which holds no less at rest than stage 3). ``sync_batchnorm=False`` averages the statistics of BatchNorm.
+      A strategy is a name: an object of Lightning is refused.
     - ``limit_val_batches`` limits the loader ``"val"``.
     - ``default_root_dir`` is the directory of the snapshots; without it there are none. A run in it is resumed.
     - ``gradient_clip_val=0`` turns clipping off, as in Lightning; ``max_steps`` counts optimizer updates.
@@ -82,7 +82,7 @@ def from_lightning(settings: object, *, strict: bool = False) -> Plan:
         UserWarning: an unknown key, with the nearest name; an interval that Lightning counts differently.
     """
     given = _known(sources.as_mapping(settings, where=_WHERE), strict=strict)
-    args = DEFAULTS | _barebones({name: _checked(name, value) for name, value in given.items()})
+    args = DEFAULTS | {name: _checked(name, value) for name, value in given.items()}
     devices = _read_devices(args["devices"], args["accelerator"])
     processes = _read_processes(args, devices.number)
     device = _read_device(args, None if processes.distribute else devices.first)
@@ -160,7 +160,12 @@ ARGUMENTS: dict[str, _Argument] = {
         finding="fit has no profiler", cure="with torch.profiler.profile() as profiler: result = ps.fit(...)"
     ),
     "detect_anomaly": _Argument(False, fields.Flag),
-    "barebones": _Argument(False, fields.Flag),
+    "barebones": _Argument(
+        False,
+        finding="fit has no switch for all that it reports",
+        cure="logger=False, enable_progress_bar=False, log_every_n_steps=0",
+        only=(False,),
+    ),
     "plugins": _Argument(
         finding="purestep has no plugins", cure="pass precision=..., or write your own step", only=([],)
     ),
@@ -202,24 +207,6 @@ def _known(given: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
     return {name: v for name, v in found.items() if v is not None or name == "check_val_every_n_epoch"}
 
 
-def _barebones(given: dict[str, Any]) -> dict[str, Any]:
-    """Apply ``barebones=True``: turn its settings off, and refuse a setting that turns one of them on."""
-    if not given.get("barebones"):
-        return given
-    off: dict[str, Any] = {
-        "enable_checkpointing": False,
-        "logger": False,
-        "enable_progress_bar": False,
-        "log_every_n_steps": 0,
-        "fast_dev_run": False,
-        "detect_anomaly": False,
-    }
-    for name in off:
-        if given.get(name):
-            raise ConfigError(f"barebones=True and {name}={given[name]!r}", where=_WHERE, hint=f"remove {name}")
-    return given | off
-
-
 def _checked(name: str, value: Any) -> Any:
     """The value of an argument, read as its type.
 
@@ -253,7 +240,6 @@ class _Processes(NamedTuple):
 
 _REPLICATED = ("ddp", "ddp_find_unused_parameters_true", "ddp_find_unused_parameters_false")
 _SHARDED = ("fsdp", "deepspeed", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3")
-_HYBRID = ("hybrid_shard", "HYBRID_SHARD")
 
 
 def _read_processes(args: Mapping[str, Any], count: int | None) -> _Processes:
@@ -264,7 +250,7 @@ def _read_processes(args: Mapping[str, Any], count: int | None) -> _Processes:
         ConfigError: the strategy is unknown.
     """
     strategy, nodes = _strategy(args["strategy"]), args["num_nodes"]
-    several = strategy in (*_REPLICATED, *_SHARDED, *_HYBRID)
+    several = strategy in (*_REPLICATED, *_SHARDED)
     if not several and (count or 1) * nodes == 1:
         return _Processes({}, {})
     if strategy == "single_device":
@@ -281,42 +267,36 @@ def _read_processes(args: Mapping[str, Any], count: int | None) -> _Processes:
             "ps.parallel.sharded(loader)",
         )
     batchnorm = {"batchnorm": "sync" if args["sync_batchnorm"] else "average"}
-    if strategy not in (*_SHARDED, *_HYBRID):
+    if strategy not in _SHARDED:
         return _Processes({} if count is None else {"data": count * nodes}, {"params": "replicate", **batchnorm})
     if count is None:
         raise RankError(f"strategy={strategy!r} and devices='auto'", where=_WHERE, hint="devices=8: those of a node")
-    sizes = {"data": nodes, "shard": count} if strategy in _HYBRID else {"data": 1, "shard": count * nodes}
-    return _Processes(sizes, {"params": "shard", **batchnorm})
+    return _Processes({"data": 1, "shard": count * nodes}, {"params": "shard", **batchnorm})
 
 
 def _strategy(value: Any) -> str:
-    """The strategy's name; of a strategy object of Lightning, the name that means the same.
+    """The strategy's name.
 
     Raises:
         RankError: it has no equal here.
         ConfigError: it is unknown.
     """
-    named = value
-    if not isinstance(value, str):
-        kind = type(value).__name__
-        named = {"DDPStrategy": "ddp", "SingleDeviceStrategy": "single_device", "FSDPStrategy": "fsdp"}.get(kind, kind)
-        way = getattr(value, "sharding_strategy", None)
-        if kind == "FSDPStrategy" and "HYBRID" in str(getattr(way, "name", way)):
-            named = "hybrid_shard"
-    known = ("auto", "single_device", *_REPLICATED, *_SHARDED, *_HYBRID)
-    if named in known:
-        return named
+    if value in ("auto", "single_device", *_REPLICATED, *_SHARDED):
+        return value
     cures = {
         ("ddp_spawn", "ddp_fork", "ddp_notebook"): "it starts the processes itself: start them with torchrun and set "
         'strategy="ddp"',
-        ("deepspeed", "DeepSpeed"): 'offloading is not there: strategy="deepspeed_stage_3"',
-        ("model_parallel", "ModelParallel"): "ps.distribute(program, mesh, tensor={...})",
+        ("deepspeed",): 'offloading is not there: strategy="deepspeed_stage_3"',
+        ("model_parallel",): "ps.distribute(program, mesh, tensor={...})",
         ("dp", "xla", "horovod"): 'strategy="ddp"',
     }
     for starts, cure in cures.items():
-        if str(named).startswith(starts):
-            raise RankError(f"strategy={named!r} has no equal here", where=_WHERE, hint=cure)
-    raise ConfigError(f"strategy={value!r} is unknown", where=_WHERE, hint='strategy="auto"')
+        if str(value).startswith(starts):
+            raise RankError(f"strategy={value!r} has no equal here", where=_WHERE, hint=cure)
+    hint = 'strategy="auto"'
+    if not isinstance(value, str):
+        hint = 'strategy="ddp" or "fsdp"; pieces inside of a node: ps.parallel.start(data=nodes, shard=devices)'
+    raise ConfigError(f"strategy={value!r} is unknown", where=_WHERE, hint=hint)
 
 
 def _read_device(args: Mapping[str, Any], index: int | None) -> str | None:

@@ -34,9 +34,7 @@ def scale_by_adadelta(rho: Decay = 0.9, *, eps: NonNegative = 1e-6) -> Transform
 
     .. math:: \Delta_t = g_t \sqrt{u_{t-1} + \epsilon} / \sqrt{v_t + \epsilon}
 
-    Args:
-        rho: decay of both means, in [0, 1).
-        eps: in [0, inf), inside the roots.
+    The arguments are those of `adadelta`.
 
     References:
         Zeiler, 2012, ADADELTA: An Adaptive Learning Rate Method.

@@ -34,9 +34,7 @@ def scale_by_rss(initial_accumulator_value: NonNegativeFloat = 0.0, *, eps: NonN
         >>> tx.update(params, tx.init(params), params)[0]["w"].tolist()
         [1.0, -1.0]
 
-    Args:
-        initial_accumulator_value: the initial sum of squares, in [0, inf).
-        eps: in [0, inf), outside the root.
+    The arguments are those of `adagrad`.
 
     References:
         Duchi et al., 2011, Adaptive Subgradient Methods.

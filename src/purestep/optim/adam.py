@@ -46,15 +46,7 @@ def scale_by_adam(
         >>> tx.update(params, tx.init(params), params)[0]["w"].round(decimals=4).tolist()
         [1.0, -1.0]
 
-    Args:
-        b1: decay of the mean, in [0, 1).
-        b2: decay of the mean of squares, in [0, 1).
-        eps: in [0, inf), outside the root, as in torch.
-        amsgrad: divide by the running maximum of :math:`v`.
-        mu_dtype: dtype of the mean; None: each parameter's.
-        nu_dtype: dtype of the mean of squares; None: each parameter's, but float32 for float16, where the square of
-            any number below 2e-4 is 0. In bfloat16 the mean of squares stops changing close to its limit, because
-            1 - b2 is smaller than the rounding error.
+    The arguments are those of `adam`.
 
     References:
         Kingma and Ba, 2015, Adam; Reddi et al., 2018, On the Convergence of Adam and Beyond.
@@ -109,7 +101,9 @@ def adam(
         mask: the parameters that decay, as in `masked`; None: all.
         amsgrad: divide by the running maximum of the mean of squares.
         mu_dtype: dtype of the mean of gradients; None: each parameter's.
-        nu_dtype: dtype of the mean of squares; None: each parameter's, but float32 for float16.
+        nu_dtype: dtype of the mean of squares; None: each parameter's, but float32 for float16, where the square of
+            any number below 2e-4 is 0. In bfloat16 the mean of squares stops changing close to its limit, because
+            1 - b2 is smaller than the rounding error.
 
     References:
         Kingma and Ba, 2015, Adam: A Method for Stochastic Optimization.

@@ -39,10 +39,7 @@ def scale_by_adamax(b1: Decay = 0.9, b2: Decay = 0.999, *, eps: NonNegative = 1e
 
     .. math:: \frac{m_t}{(1 - \beta_1^t) u_t}, \quad u_t = \max(\beta_2 u_{t-1}, |g_t| + \epsilon)
 
-    Args:
-        b1: decay of the mean, in [0, 1).
-        b2: decay of the maximum, in [0, 1).
-        eps: in [0, inf).
+    The arguments are those of `adamax`.
 
     References:
         Kingma and Ba, 2015, Adam, section 7.1.

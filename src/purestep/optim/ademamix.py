@@ -58,13 +58,7 @@ def scale_by_ademamix(
 
     .. math:: \frac{m_t / (1 - \beta_1^t) + \alpha n_t}{\sqrt{v_t / (1 - \beta_2^t)} + \epsilon}
 
-    Args:
-        b1: decay of the fast mean :math:`m`, in [0, 1).
-        b2: decay of the mean of squares :math:`v`, in [0, 1).
-        b3: decay of the slow mean :math:`n`, in [0, 1). It has no bias correction, so it grows slowly.
-        alpha: weight of the slow mean, in [0, inf).
-        eps: in [0, inf), outside the root.
-        mu_dtype: dtype of both means; None: each parameter's.
+    The arguments are those of `ademamix`.
 
     References:
         Pagliardini et al., 2024, The AdEMAMix Optimizer: Better, Faster, Older.
@@ -123,7 +117,7 @@ def ademamix(
         learning_rate: :math:`\gamma` in [0, inf), or a schedule.
         b1: decay of the fast mean of gradients, in [0, 1).
         b2: decay of the mean of their squares, in [0, 1).
-        b3: decay of the slow mean, in [0, 1).
+        b3: decay of the slow mean, in [0, 1). It has no bias correction, so it grows slowly.
         alpha: :math:`\alpha`, the weight of the slow mean, in [0, inf).
         eps: in [0, inf), outside the root.
         weight_decay: :math:`\lambda` in [0, inf), decoupled.

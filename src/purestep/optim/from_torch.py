@@ -126,27 +126,6 @@ class _Spec(NamedTuple):
         return float(rate) if isinstance(rate, int | float | Tensor) else None
 
 
-class _Probe(NamedTuple):
-    """The result of `_probe`."""
-
-    fill: float  # a gradient value with which one step creates the whole state
-    first_differs: bool  # the first step is not an ordinary step from the initial state
-
-
-class _InitialState(NamedTuple):
-    """The state of an optimizer before its first step."""
-
-    slots: Slots
-    is_whole: bool  # False: the first step changes types or shapes; keys and shapes here are those after it
-
-
-class _StepResult(NamedTuple):
-    """Parameters and optimizer state after a step."""
-
-    params: Params
-    slots: Slots
-
-
 def _spec_of(optimizer: Any, lr: Rate | None, kwargs: dict[str, Any]) -> _Spec:
     if not isinstance(optimizer, type):
         kind = type(optimizer).__name__
@@ -184,32 +163,32 @@ def _rate(rate: Tensor | Schedule, step: Tensor) -> Scalar:
 
 def _prepare(spec: _Spec, params: Params) -> tuple[Slots, bool]:
     """The state before the first update, and True if the first step is special, as in SGD with dampening."""
-    probe = _probe(spec, params)
-    slots, is_whole = _initial_state(spec, params, probe.fill)
-    return slots, probe.first_differs or not is_whole
+    fill, is_special = _probe(spec, params)
+    slots, is_whole = _initial_state(spec, params, fill)
+    return slots, is_special or not is_whole
 
 
 @tracing.break_in_graph
 def _eager_step(
     spec: _Spec, special: dict[tuple[Any, ...], bool], arguments: _Arguments, rate: Any, step: Tensor
-) -> _StepResult:
+) -> tuple[Params, Slots]:
     params, _, slots = arguments
     if (key := _shapes(params)) not in special:
         special[key] = _prepare(spec, params)[1]
     # Optimizers compare and format their learning rate as a Python number. A rate that the caller passed as a tensor
     # stays a tensor, because torch rounds differently then.
     number = rate if rate is None or spec.lr_dtype is not None else float(rate)
-    result = _run(spec, *arguments, rate=number, is_first=special[key] and bool(step == 0))
-    if tree.signature(result.slots) != tree.signature(slots):
-        new = sorted({*tree.paths(result.slots)} ^ {*tree.paths(slots)}) or "a leaf of another shape"
+    params, found = _run(spec, *arguments, rate=number, is_first=special[key] and bool(step == 0))
+    if tree.signature(found) != tree.signature(slots):
+        new = sorted({*tree.paths(found)} ^ {*tree.paths(slots)}) or "a leaf of another shape"
         hint = "use an optimizer whose state has the same keys and shapes from its first step on"
         raise StateError(f"its state gained or lost {new}", where=spec.where, hint=hint)
-    return result
+    return params, found
 
 
 def _traced_step(
     spec: _Spec, special: dict[tuple[Any, ...], bool], arguments: _Arguments, rate: Any, step: Tensor
-) -> _StepResult:
+) -> tuple[Params, Slots]:
     del step  # A graph serves every step.
     params, _, slots = arguments
     if _shapes(params) not in special:
@@ -238,7 +217,7 @@ def _run(
     rate: Any = None,
     is_first: bool = False,
     is_traced: bool = False,
-) -> _StepResult:
+) -> tuple[Params, Slots]:
     """Run one step of the optimizer on copies of the parameters.
 
     Args:
@@ -271,7 +250,7 @@ def _run(
     }
     if tree.flatten(new_slots)[1] == tree.flatten(slots)[1]:  # a leaf must keep its dtype
         new_slots = tree.map(lambda leaf, old: leaf.to(old.dtype), new_slots, slots)
-    return _StepResult({name: leaf.detach() for name, leaf in leaves.items()}, new_slots)
+    return {name: leaf.detach() for name, leaf in leaves.items()}, new_slots
 
 
 def _build(spec: _Spec, leaves: list[Tensor], *, is_traced: bool = False) -> torch.optim.Optimizer:
@@ -349,11 +328,15 @@ def _split_key(key: str) -> tuple[str, str]:
     return (name, kind) if name and (kind in _NUMBERS or kind == _SCALAR) else (key, "")
 
 
-def _probe(spec: _Spec, params: Params) -> _Probe:
+def _probe(spec: _Spec, params: Params) -> tuple[float, bool]:
     """Run a few steps on one small tensor per rank and dtype, to see which state the optimizer keeps and where.
 
+    Returns:
+        A gradient value with which one step creates the whole state, and whether the first step is another one than an
+        ordinary step from that state.
+
     Raises:
-        ConfigError: the optimizer fails, its keys change after the first step, or it stores numbers elsewhere.
+        ConfigError: the optimizer fails, its keys change after the first step, or it keeps state elsewhere.
     """
     generator = rng.generator(rng.key(0), "from_torch")
     kinds = {(param.ndim, param.dtype): name for name, param in params.items()}
@@ -362,39 +345,52 @@ def _probe(spec: _Spec, params: Params) -> _Probe:
         shape = [min(length, 3) for length in params[name].shape]
         small[name] = torch.randn(shape, generator=generator).to(params[name].dtype)
     try:
-        probe = _observe_steps(spec, small)
-        _check_reproducible(spec, small, probe)
+        return _compare_steps(spec, small)
     except PurestepError:
         raise
     except Exception as error:  # An optimizer may raise anything.
         hint = "use an optimizer whose step() needs gradients only"
         raise ConfigError(f"a step failed: {error}", where=spec.where, hint=hint) from error
-    return probe
 
 
-def _observe_steps(spec: _Spec, small: Params) -> _Probe:
-    optimizer, leaves = _build_small(spec, small)
-    before = _elsewhere(optimizer)
-    keys: list[dict[str, set[str]]] = []
-    for count in range(3):
-        _step_small(optimizer, leaves, small, count)
+def _compare_steps(spec: _Spec, small: Params) -> tuple[float, bool]:
+    """Compare an optimizer with one that is rebuilt from its state in every step; see `_probe`."""
+    gradients = [{name: torch.cos(3 * param + count) for name, param in small.items()} for count in range(4)]
+    leaves = {name: param.clone().requires_grad_() for name, param in small.items()}
+    with rng.scoped(0):
+        optimizer = _build(spec, list(leaves.values()))
+    before, keys, wanted = _elsewhere(optimizer), list[dict[str, set[str]]](), list[Params]()
+    for count, grads in enumerate(gradients):
+        for name, grad in grads.items():
+            leaves[name].grad = grad.clone()
+        with rng.scoped(count):
+            optimizer.step()
         keys.append({name: set(optimizer.state[leaf]) for name, leaf in leaves.items()})
+        wanted.append({name: leaf.detach().clone() for name, leaf in leaves.items()})
     if keys[0] != keys[-1]:
         new = sorted({key for name in small for key in keys[0][name] ^ keys[-1][name]})
         hint = "use an optimizer whose state has the same keys from its first step on"
         raise ConfigError(f"its state gained or lost {new} after the first step", where=spec.where, hint=hint)
-    after = _elsewhere(optimizer)
-    changed = [key for key in after if key not in before or not _is_same(before[key], after[key])]
-    if changed:
-        hint = "use an optimizer that keeps its state by parameter, such as those of purestep.optim"
-        raise ConfigError(
-            f"it keeps state elsewhere than by parameter: {', '.join(changed)}", where=spec.where, hint=hint
-        )
+    after, what = _elsewhere(optimizer), "it keeps state elsewhere than by parameter"
+    hint = "use an optimizer that keeps its state by parameter, such as those of purestep.optim"
+    if changed := [key for key in after if key not in before or not _is_same(before[key], after[key])]:
+        raise ConfigError(f"{what}: {', '.join(changed)}", where=spec.where, hint=hint)
     # Some optimizers create no state for a gradient of 0.
-    start = _initial_state(spec, small, 0.0)
-    is_filled = all({_split_key(key)[0] for key in start.slots[name]} == keys[0][name] for name in small)
-    fill = 0.0 if is_filled else 1.0
-    return _Probe(fill, _first_differs(spec, small, fill))
+    fill, (slots, is_whole) = 0.0, _initial_state(spec, small, 0.0)
+    if {name: {_split_key(key)[0] for key in slot} for name, slot in slots.items()} != keys[0]:
+        fill, (slots, is_whole) = 1.0, _initial_state(spec, small, 1.0)
+    with rng.scoped(0):
+        own = _run(spec, small, gradients[0], slots, is_first=True)
+    with rng.scoped(0):
+        is_special = not is_whole or not _is_same(own, _run(spec, small, gradients[0], slots))
+    new, slots = own
+    for count, grads in enumerate(gradients):
+        if count:
+            with rng.scoped(count):
+                new, slots = _run(spec, new, grads, slots)
+        if not all(torch.allclose(new[name], wanted[count][name], rtol=1e-5, equal_nan=True) for name in small):
+            raise ConfigError(f"rebuilt from its state it computes other updates: {what}", where=spec.where, hint=hint)
+    return fill, is_special
 
 
 def _elsewhere(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -407,49 +403,6 @@ def _elsewhere(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return copy.deepcopy(held)
 
 
-def _first_differs(spec: _Spec, small: Params, fill: float) -> bool:
-    start = _initial_state(spec, small, fill)
-    if not start.is_whole:
-        return True
-    results: list[_StepResult] = []
-    for is_first in (True, False):
-        with rng.scoped(0):
-            results.append(_run(spec, small, small, start.slots, is_first=is_first))
-    return not _is_same(*results)
-
-
-def _check_reproducible(spec: _Spec, small: Params, probe: _Probe) -> None:
-    """Raise a ConfigError unless the optimizer, rebuilt from its state in every step, computes the same updates."""
-    optimizer, leaves = _build_small(spec, small)
-    pure = _StepResult(small, _initial_state(spec, small, probe.fill).slots)
-    for count in range(4):
-        _step_small(optimizer, leaves, small, count)
-        with rng.scoped(count):
-            is_first = probe.first_differs and count == 0
-            pure = _run(spec, pure.params, _small_gradients(small, count), pure.slots, is_first=is_first)
-        if not all(torch.allclose(pure.params[n], leaves[n], rtol=1e-5, equal_nan=True) for n in small):
-            hint = "use an optimizer that keeps its state by parameter, such as those of purestep.optim"
-            what = "rebuilt from its state it computes other updates: it keeps state elsewhere than by parameter"
-            raise ConfigError(what, where=spec.where, hint=hint)
-
-
-def _build_small(spec: _Spec, small: Params) -> tuple[torch.optim.Optimizer, Params]:
-    leaves = {name: param.clone().requires_grad_() for name, param in small.items()}
-    with rng.scoped(0):
-        return _build(spec, list(leaves.values())), leaves
-
-
-def _step_small(optimizer: torch.optim.Optimizer, leaves: Params, small: Params, count: int) -> None:
-    for name, grad in _small_gradients(small, count).items():
-        leaves[name].grad = grad
-    with rng.scoped(count):
-        optimizer.step()
-
-
-def _small_gradients(small: Params, count: int) -> Params:
-    return {name: torch.cos(3 * param + count) for name, param in small.items()}
-
-
 def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.shape == other.shape and torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
@@ -460,7 +413,7 @@ def _is_same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-def _initial_state(spec: _Spec, params: Params, fill: float) -> _InitialState:
+def _initial_state(spec: _Spec, params: Params, fill: float) -> tuple[Slots, bool]:
     """The state before the first update. On the meta device, where some optimizers read a value, that of zeros."""
     try:
         return _first_step(spec, params, fill)
@@ -471,7 +424,7 @@ def _initial_state(spec: _Spec, params: Params, fill: float) -> _InitialState:
         return tree.map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, found)
 
 
-def _first_step(spec: _Spec, params: Params, fill: float) -> _InitialState:
+def _first_step(spec: _Spec, params: Params, fill: float) -> tuple[Slots, bool]:
     """Run a first step on copies and record the first value that it stores under each key.
 
     If the step changes types or shapes, the values after it are returned instead, with ``is_whole=False``.
@@ -488,7 +441,7 @@ def _first_step(spec: _Spec, params: Params, fill: float) -> _InitialState:
     slots = {name: _to_tensors(optimizer.state[leaf], leaf, spec.where) for name, leaf in leaves.items()}
     first = {name: _to_tensors(recorders[name].first, leaf, spec.where) for name, leaf in leaves.items()}
     is_whole = tree.signature(first) == tree.signature(slots)
-    return _InitialState(first if is_whole else slots, is_whole)
+    return first if is_whole else slots, is_whole
 
 
 class _Recorder(dict[str, Any]):

@@ -73,20 +73,17 @@ def inject(
 
 def _by_name(factory: Callable[..., Transform], positional: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
     """Return all arguments of a call by their names in the factory's signature."""
-    name = getattr(factory, "__name__", type(factory).__name__)
+    where, hint = getattr(factory, "__name__", type(factory).__name__), "pass each argument by name, once"
     try:
-        signature = inspect.signature(factory)
-        bound = signature.bind_partial(*positional).arguments
+        bound = inspect.signature(factory).bind_partial(*positional)
     except (TypeError, ValueError) as error:
-        hint = "pass arguments by name: inject(optim.adamw)(learning_rate=0.1)"
-        raise ConfigError(
-            f"inject cannot name its {len(positional)} positional arguments: {error}", where=name, hint=hint
-        ) from error
-    unnamed = [key for key in bound if signature.parameters[key].kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD]
-    for key in (*unnamed, *(key for key in bound if key in named)):
-        how = "by position and by name" if key in named else "by position, but has no name"
-        raise ConfigError(f"{key} is passed {how}", where=name, hint="pass each argument by name, once")
-    return {**bound, **named}
+        raise ConfigError(f"inject cannot name its positional arguments: {error}", where=where, hint=hint) from error
+    for name in bound.arguments:
+        if bound.signature.parameters[name].kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
+            raise ConfigError(f"{name} is passed by position, but has no name", where=where, hint=hint)
+        if name in named:
+            raise ConfigError(f"{name} is passed by position and by name", where=where, hint=hint)
+    return {**bound.arguments, **named}
 
 
 def _is_injected(value: Any) -> bool:
@@ -197,8 +194,7 @@ def injected(opt_state: Tree) -> dict[str, Tensor]:
         >>> {name: value.item() for name, value in injected(inject(scale)(factor=2.0).init({})).items()}
         {'factor': 2.0}
     """
-    scheduled = dict(_leaves(opt_state, ""))
-    return {name: value for name, value in _hyperparams(opt_state, "") if scheduled.get(name) is False}
+    return {name: value for name, value, is_scheduled in _leaves(opt_state, "") if not is_scheduled}
 
 
 def set_hyperparams(opt_state: Tree, **values: float | Tensor) -> Tree:
@@ -225,7 +221,7 @@ def set_hyperparams(opt_state: Tree, **values: float | Tensor) -> Tree:
         hint = f"pass state.opt_state: state._replace(opt_state=optim.set_hyperparams(state.opt_state, {given}))"
         raise ConfigError("opt_state is a TrainState", where="set_hyperparams", hint=hint)
     leaves: dict[str, bool] = {}
-    for name, scheduled in _leaves(opt_state, ""):  # Two parts of a chain may have leaves of the same name.
+    for name, _, scheduled in _leaves(opt_state, ""):  # Two parts of a chain may have leaves of the same name.
         leaves[name] = scheduled or leaves.get(name, False)
     for name in values:
         if name not in leaves and not any(leaf.rpartition("/")[2] == name for leaf in leaves):
@@ -240,12 +236,12 @@ def set_hyperparams(opt_state: Tree, **values: float | Tensor) -> Tree:
     return _replaced(opt_state, {leaf: values[key] for leaf, key in named.items()}, "")
 
 
-def _leaves(node: Tree, prefix: str) -> Iterator[tuple[str, bool]]:
-    """Yield ``(name, follows a schedule)`` for each leaf of `inject`."""
-    if isinstance(node, InjectState):
-        yield from ((f"{prefix}{name}", name in node.scheduled) for name in node.hyperparams)
+def _leaves(node: Tree, prefix: str) -> Iterator[tuple[str, Tensor, bool]]:
+    """Yield ``(name, value, follows a schedule)`` for each leaf of `inject`, those inside of another one first."""
     for part, within in _children(node, prefix):
         yield from _leaves(part, within)
+    if isinstance(node, InjectState):
+        yield from ((f"{prefix}{name}", value, name in node.scheduled) for name, value in node.hyperparams.items())
 
 
 def _children(node: Tree, prefix: str) -> Iterator[tuple[Tree, str]]:

@@ -32,10 +32,7 @@ def scale_by_lion(b1: Decay = 0.9, b2: Decay = 0.99, *, mu_dtype: torch.dtype | 
         >>> tx.update(params, tx.init(params), params)[0]["w"].tolist()
         [1.0, -1.0]
 
-    Args:
-        b1: weight of the mean in the direction, in [0, 1).
-        b2: decay of the mean, :math:`m_t = \beta_2 m_{t-1} + (1 - \beta_2) g_t`, in [0, 1).
-        mu_dtype: dtype of the mean; None: each parameter's.
+    The arguments are those of `lion`.
 
     References:
         Chen et al., 2023, Symbolic Discovery of Optimization Algorithms.
@@ -81,7 +78,7 @@ def lion(
     Args:
         learning_rate: :math:`\gamma` in [0, inf), or a schedule; usually a third to a tenth of AdamW's.
         b1: weight of the mean in the direction, in [0, 1).
-        b2: decay of the mean of gradients, in [0, 1).
+        b2: decay of the mean of gradients, :math:`m_t = \beta_2 m_{t-1} + (1 - \beta_2) g_t`, in [0, 1).
         weight_decay: :math:`\lambda` in [0, inf), decoupled.
         mask: the parameters that decay, as in `masked`; None: all.
         mu_dtype: dtype of the mean; None: each parameter's.

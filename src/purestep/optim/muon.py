@@ -62,14 +62,7 @@ def scale_by_muon(
         >>> bool((torch.linalg.svdvals(update) - 1).abs().max() < 0.4)
         True
 
-    Args:
-        momentum: decay of the mean of gradients, in [0, 1).
-        nesterov: orthogonalize the interpolation of gradient and mean, instead of the mean.
-        ns_coefficients: :math:`(a, b, c)` of :math:`X \leftarrow a X + b (X X^\top) X + c (X X^\top)^2 X`.
-        ns_steps: number of Newton-Schulz steps, in [0, 100).
-        eps: a lower bound on the Frobenius norm to divide by.
-        flatten: also take parameters of more dimensions, such as the kernels of convolutions, as matrices whose rows
-            are the first dimension.
+    The arguments are those of `muon`.
 
     Raises:
         StateError: at init, if a parameter is not a matrix (with ``flatten``, has fewer than 2 dimensions).
@@ -176,14 +169,14 @@ def muon(
         momentum: decay of the mean of gradients, in [0, 1).
         nesterov: orthogonalize the interpolation of gradient and mean, instead of the mean.
         weight_decay: :math:`\lambda` in [0, inf), decoupled.
-        ns_coefficients: coefficients of the Newton-Schulz iteration; see `scale_by_muon`.
+        ns_coefficients: :math:`(a, b, c)` of :math:`X \leftarrow a X + b (X X^\top) X + c (X X^\top)^2 X`.
         ns_steps: number of Newton-Schulz steps, in [0, 100).
         eps: a lower bound on the Frobenius norm to divide by.
         adjust: the factor for the matrix shape, see `scale_by_shape`: ``"original"``; ``"match_rms_adamw"``, which
             suits the learning rate and weight decay of AdamW; or a number, the root mean square of every update.
         mask: the parameters that decay, as in `masked`; None: all.
-        flatten: also take parameters of more dimensions, see `scale_by_muon`; ``muon_labels(model, flatten=True)``
-            labels the kernels of convolutions.
+        flatten: also take parameters of more dimensions, such as the kernels of convolutions, as matrices whose rows
+            are the first dimension; ``muon_labels(model, flatten=True)`` labels them.
 
     Raises:
         StateError: at init, if a parameter is not a matrix (with ``flatten``, has fewer than 2 dimensions).

@@ -54,11 +54,7 @@ def scale_by_nadam(
         / (\sqrt{\hat v_t} + \epsilon), \quad
         \mu_t = \beta_1 (1 - 0.96^{t \psi} / 2), \quad \pi_t = \prod_{i \le t} \mu_i
 
-    Args:
-        b1: decay of the mean, in [0, 1).
-        b2: decay of the mean of squares, in [0, 1).
-        eps: in [0, inf), outside the root.
-        momentum_decay: :math:`\psi` in [0, inf).
+    The arguments are those of `nadam`.
 
     References:
         Dozat, 2016, Incorporating Nesterov Momentum into Adam.

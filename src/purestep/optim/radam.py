@@ -54,10 +54,7 @@ def scale_by_radam(b1: Decay = 0.9, b2: Decay = 0.999, *, eps: NonNegative = 1e-
     With :math:`\rho_t = \rho_\infty - 2 t \beta_2^t / (1 - \beta_2^t)`: :math:`\hat m_t` where
     :math:`\rho_t \le 5`, else :math:`r_t \hat m_t \sqrt{1 - \beta_2^t} / (\sqrt{v_t} + \epsilon)`.
 
-    Args:
-        b1: decay of the mean, in [0, 1).
-        b2: decay of the mean of squares, in [0, 1).
-        eps: in [0, inf), added before the bias correction.
+    The arguments are those of `radam`.
 
     References:
         Liu et al., 2020, On the Variance of the Adaptive Learning Rate and Beyond.
@@ -118,7 +115,7 @@ def radam(
         learning_rate: :math:`\gamma` in [0, inf), or a schedule.
         b1: decay of the mean of gradients, in [0, 1).
         b2: decay of the mean of their squares, in [0, 1).
-        eps: in [0, inf), outside the root.
+        eps: in [0, inf), added before the bias correction.
         weight_decay: in [0, inf), coupled: ``weight_decay * weights`` is added to the gradient, unless decoupled.
         decoupled_weight_decay: add the decay after the moments, as AdamW does.
         mask: the parameters that decay, as in `masked`; None: all.

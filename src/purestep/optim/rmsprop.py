@@ -34,10 +34,7 @@ def scale_by_rms(decay: Decay = 0.99, *, eps: NonNegative = 1e-8, centered: bool
         >>> tx.update(params, tx.init(params), params)[0]["w"].round(decimals=4).tolist()
         [2.0, -2.0]
 
-    Args:
-        decay: decay of the mean of squares, in [0, 1); torch's alpha.
-        eps: in [0, inf), outside the root.
-        centered: divide by the standard deviation, :math:`\sqrt{v_t - \bar g_t^2}`.
+    The arguments are those of `rmsprop`.
 
     References:
         Hinton, 2012, Neural Networks for Machine Learning, lecture 6e; Graves, 2013 (centered).
@@ -87,7 +84,7 @@ def rmsprop(
         decay: decay of the mean of squares, in [0, 1); torch's alpha.
         eps: in [0, inf), outside the root.
         momentum: in [0, inf).
-        centered: divide by the standard deviation.
+        centered: divide by the standard deviation, :math:`\sqrt{v_t - \bar g_t^2}`.
         weight_decay: in [0, inf), coupled: ``weight_decay * weights`` is added to the gradient.
         mask: the parameters that decay, as in `masked`; None: all.
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
-from typing import Annotated, NamedTuple, TypeAlias
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -72,13 +73,7 @@ def scale_by_soap(
 
     Vectors and scalars have no basis: this is Adam for them.
 
-    Args:
-        b1: decay of the mean of gradients, in [0, 1).
-        b2: decay of the mean of their squares, in [0, 1).
-        eps: in [0, inf), outside the root, before Adam's correction of the bias.
-        shampoo_beta: decay of the means of products, in [0, 1); None: ``b2``.
-        precondition_frequency: updates between two computations of the bases, at least 1.
-        max_precond_dim: a larger dimension (a vocabulary) is not rotated, at least 1.
+    The arguments are those of `soap`.
 
     References:
         Vyas et al., 2024, SOAP: Improving and Stabilizing Shampoo using Adam.
@@ -158,14 +153,14 @@ def soap(
 
     Args:
         learning_rate: in [0, inf), or a schedule.
-        b1: as in `scale_by_soap`, like the following.
-        b2: decay of the mean of squares, in [0, 1).
-        eps: in [0, inf).
+        b1: decay of the mean of gradients, in [0, 1).
+        b2: decay of the mean of their squares, in [0, 1).
+        eps: in [0, inf), outside the root, before Adam's correction of the bias.
         weight_decay: in [0, inf), decoupled.
         mask: the parameters that decay, as in `masked`; None: all.
         shampoo_beta: decay of the means of products, in [0, 1); None: ``b2``.
         precondition_frequency: updates between two computations of the bases, at least 1.
-        max_precond_dim: a larger dimension is not rotated, at least 1.
+        max_precond_dim: a larger dimension (a vocabulary) is not rotated, at least 1.
 
     References:
         Vyas et al., 2024, SOAP: Improving and Stabilizing Shampoo using Adam.
@@ -259,37 +254,20 @@ def _if_any(flags: list[Tensor], change: Callable[[list[_Part]], list[_Part]], p
         return parts
     if not tracing.in_graph():
         return _chosen(flags, change(parts), parts)
-    sizes = [len(part.basis) for part in parts]
 
-    def changed(*leaves: Tensor) -> tuple[Tensor, ...]:
-        given = _filled(sizes, leaves[len(flags) :])
-        found = _chosen(list(leaves[: len(flags)]), change(given), given)
-        return tuple([leaf.contiguous() for leaf in _written(found)])
+    # Plain tuples are what `torch.cond` takes.
+    def changed(flags: tuple[Tensor, ...], *given: Any) -> Any:
+        old = [_Part(*each) for each in given]
+        found = _chosen(list(flags), change(old), old)
+        return tuple([(tuple([each.contiguous() for each in part.basis]), part.nu.contiguous()) for part in found])
 
-    def kept(*leaves: Tensor) -> tuple[Tensor, ...]:
-        given = _filled(sizes, leaves[len(flags) :])
-        return tuple([leaf.clone(memory_format=torch.contiguous_format) for leaf in _written(given)])
+    def kept(flags: tuple[Tensor, ...], *given: Any) -> Any:
+        del flags  # No part changes.
+        copy = functools.partial(torch.clone, memory_format=torch.contiguous_format)
+        return tuple([(tuple(map(copy, basis)), copy(nu)) for basis, nu, _ in given])
 
-    operands = [*flags, *(leaf for part in parts for leaf in (*part.basis, part.nu, *part.gram))]
-    found = iter(torch.cond(any_flag, changed, kept, tuple(operands)))
-    new: list[_Part] = []
-    for part in parts:
-        basis = tuple([next(found) for _ in part.basis])
-        new.append(_Part(basis, next(found), part.gram))
-    return new
-
-
-def _filled(sizes: list[int], leaves: Iterable[Tensor]) -> list[_Part]:
-    rest = iter(leaves)
-    parts: list[_Part] = []
-    for size in sizes:
-        basis = tuple([next(rest) for _ in range(size)])
-        parts.append(_Part(basis, next(rest), tuple([next(rest) for _ in range(size)])))
-    return parts
-
-
-def _written(parts: list[_Part]) -> list[Tensor]:
-    return [leaf for part in parts for leaf in (*part.basis, part.nu)]
+    found = torch.cond(any_flag, changed, kept, (tuple(flags), *map(tuple, parts)))
+    return [part._replace(basis=basis, nu=nu) for part, (basis, nu) in zip(parts, found, strict=True)]
 
 
 def _chosen(flags: list[Tensor], new: list[_Part], old: list[_Part]) -> list[_Part]:
