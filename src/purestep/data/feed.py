@@ -98,12 +98,6 @@ class Feed(ABC):
 
         A sampler of the user, or one that draws with replacement or a part, decides which items there are, so it stays.
         """
-        ordered = self._ordered()
-        ordered.repeats = self.repeats
-        return ordered
-
-    def _ordered(self) -> Feed:
-        """A feed of the same batches in the dataset's order, or this one."""
         return self
 
     def epoch(self, epoch: int, start: int = 0) -> Generator[Batch]:

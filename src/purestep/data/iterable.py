@@ -33,44 +33,23 @@ class SequenceFeed(Feed):
         batches: the batches.
         name: as in `open_feed`.
         facts: as in `Feed`.
-        rows: the indices and the order of each batch of `held`, by its number.
     """
 
-    def __init__(
-        self,
-        batches: Sequence[Batch],
-        *,
-        name: str,
-        facts: Mapping[str, Any] | None = None,
-        rows: Mapping[int, tuple[list[Any] | None, int]] | None = None,
-    ) -> None:
+    def __init__(self, batches: Sequence[Batch], *, name: str, facts: Mapping[str, Any] | None = None) -> None:
         facts = {"kind": "sequence", "batches": len(batches)} if facts is None else facts
         super().__init__(name=name, length=len(batches), facts=facts, exact=True)
         self._source = batches
-        self._rows = rows
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
         return (self._source[index] for index in range(start, len(self._source)))
-
-    def indices(self, epoch: int, batch: int) -> list[Any] | None:
-        del epoch  # Each has the same batches.
-        return (self._rows or {}).get(batch, (None, 0))[0]
-
-    def order(self, epoch: int, batch: int) -> int:
-        del epoch  # Each has the same batches.
-        return (self._rows or {}).get(batch, (None, 0))[1]
 
 
 def held(feed: Feed, count: int) -> Feed:
     """Load the first batches of the first epoch, without shuffling, and return a feed that has them in every epoch."""
     ordered = feed.in_order()
-    cut = ordered.cut(count)
-    batches, rows = list[Batch](), dict[int, tuple[list[Any] | None, int]]()
-    for number, batch in enumerate(cut.epoch(0)):
-        batches.append(batch)
-        rows[number] = cut.indices(0, number), cut.order(0, number)
-    cut.close()
-    found = SequenceFeed(batches, name=feed.name, facts={**ordered.facts, "overfit": count}, rows=rows)
+    batches = list(ordered.cut(count).epoch(0))
+    ordered.close()
+    found = SequenceFeed(batches, name=feed.name, facts={**ordered.facts, "overfit": count})
     found.is_divided = feed.is_divided
     return found
 
