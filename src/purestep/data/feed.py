@@ -276,6 +276,13 @@ class Feed(ABC):
         )
 
 
+def announce(epoch: int, *parts: Any) -> None:
+    """Call ``set_epoch`` of the parts that have it, once of each."""
+    for part in {id(part): part for part in parts}.values():
+        if callable(getattr(part, "set_epoch", None)):
+            part.set_epoch(epoch)
+
+
 def _cure(message: str) -> str:
     # torch's text where a worker dies; an exception in a worker is "Caught ... in DataLoader worker process".
     if "DataLoader worker (pid" in message or "ended by SIG" in message:

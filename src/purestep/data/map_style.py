@@ -34,7 +34,7 @@ from ..parallel import Mesh
 from ..rng import mix
 from ..types import Batch, Share
 from . import random_state
-from .feed import Feed, fingerprint
+from .feed import Feed, announce, fingerprint
 from .shares import check_rows
 from .workers import Engine
 
@@ -77,9 +77,8 @@ class Batches(Dataset[Loaded]):
         """Call ``set_epoch`` of the dataset, once for each epoch in each process, under the seed of the epoch."""
         if epoch != self._epoch:
             self._epoch = epoch
-            if _has_epochs(self.users_dataset):
-                with random_state.scoped(mix(seed, "epoch")):
-                    self.users_dataset.set_epoch(epoch)
+            with random_state.scoped(mix(seed, "epoch")):
+                announce(epoch, self.users_dataset)
 
     def __getitem__(self, index: Ticket) -> Loaded:
         self.begin(index.epoch, index.seed)  # a worker that lives on has the epoch before
@@ -142,10 +141,6 @@ class Batches(Dataset[Loaded]):
             return None
         plain = all(type(found) is Tensor and found.layout is torch.strided for found in dataset.tensors)
         return dataset.tensors if plain else None
-
-
-def _has_epochs(dataset: Any) -> bool:
-    return callable(getattr(dataset, "set_epoch", None))
 
 
 def _owner(collate: Any) -> Any:
@@ -255,7 +250,7 @@ class IndexedFeed(Feed):
         self._loaded.begin(epoch, mix(self._seed, "items", epoch))
 
     def count(self, epoch: int) -> int | None:
-        if not self.exact or not _has_epochs(self._source.dataset):
+        if not self.exact or not hasattr(self._source.dataset, "set_epoch"):
             return super().count(epoch)
         self._begin(epoch)
         found = length_of(self._source)
@@ -323,10 +318,7 @@ class IndexedFeed(Feed):
         """The index batches of a sampler of the user, drawn under the seed of the epoch."""
         seed, own = mix(self._seed, "order", epoch), random_state.own(sampler)
         with random_state.scoped(seed, own):  # the lock keeps other threads from setting the epoch of a shared sampler
-            parts: list[Any] = [sampler, getattr(sampler, "sampler", None), self._source.sampler]
-            for told in {id(part): part for part in parts}.values():
-                if callable(getattr(told, "set_epoch", None)):
-                    told.set_epoch(epoch)
+            announce(epoch, sampler, getattr(sampler, "sampler", None), self._source.sampler)
             iterator = iter(sampler)
         for count in itertools.count():
             with random_state.scoped(mix(seed, count), own):
