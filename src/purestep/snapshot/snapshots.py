@@ -507,17 +507,15 @@ class Snapshots:
         if step is not None:
             hint = "pass the same step in every process"
             processes.check_same({"the step to restore": step}, where=str(self.directory), hint=hint)
-            processes.first(lambda: self._check_exists(step))
+            there = processes.first(lambda: directory.numbered(self.directory))
+            if step not in there:
+                hint = f"pass one of: {', '.join(map(str, there))}" if there else "pass another directory"
+                raise NotFound(f"no snapshot of step {step}", where=str(self.directory), hint=hint)
             found = self._read_together(template, step, prefixes)
         else:
             found = self._newest_good(template, prefixes)
         self._restored = found.step
         return found
-
-    def _check_exists(self, step: int) -> None:
-        if step not in (there := directory.numbered(self.directory)):
-            hint = f"pass one of: {', '.join(map(str, there))}" if there else "pass another directory"
-            raise NotFound(f"no snapshot of step {step}", where=str(self.directory), hint=hint)
 
     def _read_together(self, template: Tree, step: int, prefixes: set[str] | None) -> Snapshot:
         """Read a step in every process, or raise one error in all: a step is intact if every process can read it."""
