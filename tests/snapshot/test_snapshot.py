@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import purestep as ps
 from purestep import errors, report, tree
-from purestep.snapshot import Snapshots, intervals, manifest, orbax_io, staging
+from purestep.snapshot import Snapshots, manifest, orbax_io, staging
 
 DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.bool),
@@ -353,17 +353,17 @@ def test_the_default_is_every_epoch(tmp_path):
     moves=st.lists(st.integers(0, 9), max_size=30),
 )
 def test_no_multiple_is_missed_and_none_counted_twice(every, moves):
-    rule = intervals.checked(every, None, None)
-    last, updates, saved = intervals.Mark(0, 0, 0.0), 0, 0
+    snapshots = Snapshots("never opened", every_steps=every, every_epochs=None)
+    last = updates = saved = 0
     for move in moves:
         updates += move
-        here = intervals.Mark(updates, 0, 0.0)
-        crossed = updates // every > last.updates // every
-        assert bool(intervals.due(rule, last, here)) == crossed
+        crossed = updates // every > last // every
+        assert bool(snapshots.due(updates=updates, epoch=0)) == crossed
         if crossed:
-            last, saved = here, saved + 1
+            snapshots.count_from(updates=updates, epoch=0)
+            last, saved = updates, saved + 1
     assert saved <= updates // every
-    assert updates - last.updates < every + max(moves, default=0)
+    assert updates - last < every + max(moves, default=0)
 
 
 # --- which is best ------------------------------------------------------------------------------------------------

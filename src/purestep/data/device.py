@@ -7,7 +7,6 @@ import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -97,10 +96,6 @@ def _mapped(tree: Any, fn: Callable[[Any], Any], path: str) -> Any:
         return _leaf(tree, fn, path)
     if isinstance(tree, (list, tuple)):
         items = cast("list[Any] | tuple[Any, ...]", tree)
-        if type(items) in (tuple, list) and all(type(child) is Tensor for child in items):
-            with suppress(RuntimeError, NotImplementedError, TypeError, ValueError):  # raised below, with the path
-                moved = [fn(child) for child in items]
-                return items if all(a is b for a, b in zip(moved, items, strict=True)) else type(items)(moved)
         new = [_mapped(child, fn, f"{path}/{index}") for index, child in enumerate(items)]
         if isinstance(tree, TrainState):
             new[_KEY] = tree.key  # the host reads it

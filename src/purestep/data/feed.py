@@ -98,12 +98,6 @@ class Feed(ABC):
 
         A sampler of the user, or one that draws with replacement or a part, decides which items there are, so it stays.
         """
-        ordered = self._ordered()
-        ordered.repeats = self.repeats
-        return ordered
-
-    def _ordered(self) -> Feed:
-        """A feed of the same batches in the dataset's order, or this one."""
         return self
 
     def epoch(self, epoch: int, start: int = 0) -> Generator[Batch]:
@@ -280,6 +274,13 @@ class Feed(ABC):
             where=self.name,
             hint="check the dataset's length, and batch_size if drop_last=True",
         )
+
+
+def announce(epoch: int, *parts: Any) -> None:
+    """Call ``set_epoch`` of the parts that have it, once of each."""
+    for part in {id(part): part for part in parts}.values():
+        if callable(getattr(part, "set_epoch", None)):
+            part.set_epoch(epoch)
 
 
 def _cure(message: str) -> str:

@@ -18,7 +18,7 @@ from ..errors import DataError
 from ..rng import mix
 from ..types import Batch
 from . import random_state, state_json
-from .feed import Feed, fingerprint
+from .feed import Feed, announce, fingerprint
 
 _log = logging.getLogger("purestep")
 _REMEMBERED = 8  # stored states: more than any prefetching depth
@@ -33,44 +33,23 @@ class SequenceFeed(Feed):
         batches: the batches.
         name: as in `open_feed`.
         facts: as in `Feed`.
-        rows: the indices and the order of each batch of `held`, by its number.
     """
 
-    def __init__(
-        self,
-        batches: Sequence[Batch],
-        *,
-        name: str,
-        facts: Mapping[str, Any] | None = None,
-        rows: Mapping[int, tuple[list[Any] | None, int]] | None = None,
-    ) -> None:
+    def __init__(self, batches: Sequence[Batch], *, name: str, facts: Mapping[str, Any] | None = None) -> None:
         facts = {"kind": "sequence", "batches": len(batches)} if facts is None else facts
         super().__init__(name=name, length=len(batches), facts=facts, exact=True)
         self._source = batches
-        self._rows = rows
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
         return (self._source[index] for index in range(start, len(self._source)))
-
-    def indices(self, epoch: int, batch: int) -> list[Any] | None:
-        del epoch  # Each has the same batches.
-        return (self._rows or {}).get(batch, (None, 0))[0]
-
-    def order(self, epoch: int, batch: int) -> int:
-        del epoch  # Each has the same batches.
-        return (self._rows or {}).get(batch, (None, 0))[1]
 
 
 def held(feed: Feed, count: int) -> Feed:
     """Load the first batches of the first epoch, without shuffling, and return a feed that has them in every epoch."""
     ordered = feed.in_order()
-    cut = ordered.cut(count)
-    batches, rows = list[Batch](), dict[int, tuple[list[Any] | None, int]]()
-    for number, batch in enumerate(cut.epoch(0)):
-        batches.append(batch)
-        rows[number] = cut.indices(0, number), cut.order(0, number)
-    cut.close()
-    found = SequenceFeed(batches, name=feed.name, facts={**ordered.facts, "overfit": count}, rows=rows)
+    batches = list(ordered.cut(count).epoch(0))
+    ordered.close()
+    found = SequenceFeed(batches, name=feed.name, facts={**ordered.facts, "overfit": count})
     found.is_divided = feed.is_divided
     return found
 
@@ -83,7 +62,7 @@ class IterableFeed(Feed):
         owners: the iterated object, whose generators are seeded, and the objects that it calls in this process.
         name, seed: as in `open_feed`.
         length: as in `Feed`.
-        announce: called with the epoch before it starts.
+        parts: ``set_epoch`` of those that have it is called before an epoch starts.
         replay: the caller says that an epoch can be loaded again, whatever attributes it changes.
     """
 
@@ -95,14 +74,14 @@ class IterableFeed(Feed):
         name: str,
         seed: int,
         length: int | None,
-        announce: Callable[[int], None],
+        parts: Sequence[Any],
         replay: bool = False,
     ) -> None:
         super().__init__(name=name, length=length, facts={"kind": "iterable", "seed": seed})
         self._source = source
         self._owners = owners
         self._seed = seed
-        self._announce = announce
+        self._parts = parts
         self._entered: dict[str, Any] | None = None  # what the first epoch may change, as it was at its start
         self._is_checked = replay
 
@@ -121,7 +100,7 @@ class IterableFeed(Feed):
         """Start an epoch. Warn before the second one if the first one has changed the loader."""
         before = self._changing()
         with random_state.scoped(mix(seed, "epoch")):
-            self._announce(epoch)
+            announce(epoch, *self._parts)
         announced = {path for path, value in self._changing().items() if before.get(path) != value}
         with random_state.scoped(seed, own):
             iterator = self._source(epoch)
@@ -256,7 +235,7 @@ class StatefulFeed(Feed):
         owner: the object with the two methods: the loader or its dataset.
         name, seed: as in `open_feed`.
         length: as in `Feed`.
-        announce: called with the epoch before it starts.
+        parts: ``set_epoch`` of those that have it is called before an epoch starts.
     """
 
     def __init__(
@@ -267,13 +246,13 @@ class StatefulFeed(Feed):
         name: str,
         seed: int,
         length: int | None,
-        announce: Callable[[int], None],
+        parts: Sequence[Any],
     ) -> None:
         super().__init__(name=name, length=length, facts={"kind": "state"})
         self._source = source
         self._owner = owner
         self._seed = seed
-        self._announce = announce
+        self._parts = parts
         self._places: OrderedDict[tuple[int, int], _Place] = OrderedDict()
         self._restored: _Place | None = None  # the place to start from
         self._running: Iterator[Batch] = iter(())  # the epoch that is running
@@ -380,7 +359,7 @@ class StatefulFeed(Feed):
     def _load(self, epoch: int, start: int) -> _Place | None:
         """Load the state to start from. None: the loader goes on as it is."""
         with random_state.scoped(mix(self._seed, "order", epoch)):
-            self._announce(epoch)
+            announce(epoch, *self._parts)
         if self.repeats:
             if self._initial is None:
                 # torchdata's loader starts to load when state_dict is called.

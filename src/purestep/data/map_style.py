@@ -34,7 +34,7 @@ from ..parallel import Mesh
 from ..rng import mix
 from ..types import Batch, Share
 from . import random_state
-from .feed import Feed, fingerprint
+from .feed import Feed, announce, fingerprint
 from .shares import check_rows
 from .workers import Engine
 
@@ -77,9 +77,8 @@ class Batches(Dataset[Loaded]):
         """Call ``set_epoch`` of the dataset, once for each epoch in each process, under the seed of the epoch."""
         if epoch != self._epoch:
             self._epoch = epoch
-            if _has_epochs(self.users_dataset):
-                with random_state.scoped(mix(seed, "epoch")):
-                    self.users_dataset.set_epoch(epoch)
+            with random_state.scoped(mix(seed, "epoch")):
+                announce(epoch, self.users_dataset)
 
     def __getitem__(self, index: Ticket) -> Loaded:
         self.begin(index.epoch, index.seed)  # a worker that lives on has the epoch before
@@ -144,10 +143,6 @@ class Batches(Dataset[Loaded]):
         return dataset.tensors if plain else None
 
 
-def _has_epochs(dataset: Any) -> bool:
-    return callable(getattr(dataset, "set_epoch", None))
-
-
 def _owner(collate: Any) -> Any:
     """The object of a bound collate method, or the collate function itself."""
     return getattr(collate, "__self__", collate)
@@ -189,7 +184,6 @@ class IndexedFeed(Feed):
         loader: a loader; its dataset, sampler and settings are used, but it is never iterated.
         name, seed: as in `open_feed`.
         timeout: seconds to wait for a worker if the loader sets none.
-        shuffle: False: load the items in the dataset's order, whatever the sampler.
         mesh: of several processes: every process draws the same order, and loads its rows of each batch as a `Share`.
     """
 
@@ -200,7 +194,6 @@ class IndexedFeed(Feed):
         name: str,
         seed: int,
         timeout: float,
-        shuffle: bool = True,
         mesh: Mesh | None = None,
     ) -> None:
         self._source = loader
@@ -208,7 +201,7 @@ class IndexedFeed(Feed):
         self._mesh = mesh if is_batched else None  # `RowsFeed` cuts batches that the dataset returns
         self._seed = seed
         self._timeout = timeout
-        self._shuffle = shuffle
+        self._shuffle = True
         self._sampler: Any = getattr(loader.batch_sampler, "sampler", loader.sampler)
         self._batch_size: Any = getattr(loader.batch_sampler, "batch_size", loader.batch_size)
         self._drop_last = getattr(loader.batch_sampler, "drop_last", loader.drop_last)
@@ -218,14 +211,17 @@ class IndexedFeed(Feed):
         self._begin(0)  # the facts are those of the first epoch, also if the dataset has served another run
         super().__init__(name=name, length=length_of(loader), facts=self._facts(), exact=ready)
         self.is_divided = self._mesh is not None
-        self._tickets = _Tickets()
-        how: dict[str, Any] = {"batch_size": None, "sampler": self._tickets, "collate_fn": _same_batch}
-        self._engine = Engine(batches, like=loader, timeout=timeout, **how)
-        self._recent: OrderedDict[tuple[int, int], tuple[Any, Any]] = OrderedDict()  # indices of this process, of all
+        self._start()
         self._probed = False
         self._checks_rows = self._mesh is not None
         if not ready:
             self._check_sampler()
+
+    def _start(self) -> None:
+        self._tickets = _Tickets()
+        how: dict[str, Any] = {"batch_size": None, "sampler": self._tickets, "collate_fn": _same_batch}
+        self._engine = Engine(self._loaded, like=self._source, timeout=self._timeout, **how)
+        self._recent: OrderedDict[tuple[int, int], tuple[Any, Any]] = OrderedDict()  # indices of this process, of all
 
     def _facts(self) -> dict[str, Any]:
         size = self._batch_size if isinstance(self._batch_size, int) else None
@@ -241,18 +237,20 @@ class IndexedFeed(Feed):
         ready = self._shuffle and self._is_ready() and _is_sampler(one, "RandomSampler")
         return bool(ready and not one.replacement and one.num_samples == length_of(self._source.dataset))
 
-    def _ordered(self) -> Feed:
+    def in_order(self) -> Feed:
         if not self.is_shuffled:
             return self
-        how: dict[str, Any] = {"name": self.name, "seed": self._seed, "timeout": self._timeout, "mesh": self._mesh}
-        return IndexedFeed(self._source, shuffle=False, **how)
+        ordered = copy.copy(self)
+        ordered._shuffle = False
+        ordered._start()
+        return ordered
 
     def _begin(self, epoch: int) -> None:
         """Call ``set_epoch`` of the dataset, on which its length and so the order may depend."""
         self._loaded.begin(epoch, mix(self._seed, "items", epoch))
 
     def count(self, epoch: int) -> int | None:
-        if not self.exact or not _has_epochs(self._source.dataset):
+        if not self.exact or not hasattr(self._source.dataset, "set_epoch"):
             return super().count(epoch)
         self._begin(epoch)
         found = length_of(self._source)
@@ -320,10 +318,7 @@ class IndexedFeed(Feed):
         """The index batches of a sampler of the user, drawn under the seed of the epoch."""
         seed, own = mix(self._seed, "order", epoch), random_state.own(sampler)
         with random_state.scoped(seed, own):  # the lock keeps other threads from setting the epoch of a shared sampler
-            parts: list[Any] = [sampler, getattr(sampler, "sampler", None), self._source.sampler]
-            for told in {id(part): part for part in parts}.values():
-                if callable(getattr(told, "set_epoch", None)):
-                    told.set_epoch(epoch)
+            announce(epoch, sampler, getattr(sampler, "sampler", None), self._source.sampler)
             iterator = iter(sampler)
         for count in itertools.count():
             with random_state.scoped(mix(seed, count), own):

@@ -135,7 +135,7 @@ def _opened(
     if isinstance(loader, DataLoader) and _by_indices(loader):
         return IndexedFeed(loader, name=name, seed=seed, timeout=timeout, mesh=mesh)
     if _stateful(loader) and not replay:
-        return StatefulFeed(_iterate(loader), loader, **_described(loader, name, seed))
+        return StatefulFeed(lambda epoch: iter(loader), loader, **_described(loader, name, seed))
     if isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__:
         source = _streamed(loader.dataset, loader, seed, timeout)
         if _stateful(loader.dataset) and loader.num_workers == 0 and not replay:
@@ -146,7 +146,7 @@ def _opened(
         return SequenceFeed(cast(Sequence[Batch], loader), name=name)
     if isinstance(loader, Iterator) and not _restarts(loader):
         return IteratorFeed(cast("Iterator[Batch]", loader), name=name, seed=seed)
-    return IterableFeed(_iterate(loader), (loader,), replay=replay, **_described(loader, name, seed))
+    return IterableFeed(lambda epoch: iter(loader), (loader,), replay=replay, **_described(loader, name, seed))
 
 
 def _restarts(iterator: Any) -> bool:
@@ -178,22 +178,8 @@ def _stateful(owner: Any) -> bool:
 
 
 def _described(loader: Any, name: str, seed: int) -> dict[str, Any]:
-    return {"name": name, "seed": seed, "length": length_of(loader), "announce": _announcer(loader)}
-
-
-def _announcer(loader: Any) -> Callable[[int], None]:
-    parts: list[Any] = [loader, *(getattr(loader, name, None) for name in ("dataset", "sampler", "batch_sampler"))]
-
-    def announce(epoch: int) -> None:
-        for part in parts:
-            if callable(getattr(part, "set_epoch", None)):
-                part.set_epoch(epoch)
-
-    return announce
-
-
-def _iterate(loader: Iterable[Batch]) -> Callable[[int], Iterator[Batch]]:
-    return lambda epoch: iter(loader)
+    parts: list[Any] = [loader, *(getattr(loader, part, None) for part in ("dataset", "sampler", "batch_sampler"))]
+    return {"name": name, "seed": seed, "length": length_of(loader), "parts": parts}
 
 
 def _streamed(dataset: Any, loader: DataLoader[Any], seed: int, timeout: float) -> Callable[[int], Iterator[Batch]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -63,9 +64,10 @@ class RowsFeed(Feed):
         found = self._feed.count(epoch)
         return found if found is None or self._first is None else min(found, self._first)
 
-    def _ordered(self) -> Feed:
-        ordered = self._feed.in_order()
-        return self if ordered is self._feed else RowsFeed(ordered, self._mesh, checks_end=self._checks_end)
+    def in_order(self) -> Feed:
+        ordered = copy.copy(self)
+        ordered._feed = self._feed.in_order()
+        return ordered
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
         batches = self._feed.epoch(epoch, start)
@@ -167,10 +169,10 @@ class OwnFeed(Feed):
             return Share(batch, torch.tensor(_COUNTS))
         return Share(self._last, torch.tensor(_STANDS_IN))
 
-    def _ordered(self) -> Feed:
-        ordered = self._feed.in_order()
-        same = processes.by_process(int(ordered is self._feed))  # the constructor is a collective
-        return self if all(same) else OwnFeed(ordered, self._mesh)
+    def in_order(self) -> Feed:
+        ordered = copy.copy(self)
+        ordered._feed = self._feed.in_order()
+        return ordered
 
     def position(self, epoch: int, consumed: int) -> dict[str, Any]:
         """As `Feed.position`, of all processes: every process calls it."""

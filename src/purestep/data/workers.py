@@ -9,13 +9,16 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from ..torch_ext import hidden
+
+T = TypeVar("T")
+
+_END: Any = object()
 
 
 class Engine:
@@ -41,6 +44,8 @@ class Engine:
         self._loader: DataLoader[Any] | None = None
         self._workers: list[Any] = []
         self.starting = False  # workers are starting
+        self.waiting = False  # for a batch, or for workers
+        _engines.add(self)
 
     def run(self, seed: int) -> Generator[Any]:
         """Run one pass; ``seed`` seeds the workers."""
@@ -56,17 +61,12 @@ class Engine:
                 return
             if not loader.persistent_workers:
                 self._workers = []
-            self.starting = not self._workers  # the first wait checks which workers have died
-            with _worker_deaths.waits(self):
-                iterator = iter(loader)
-                self._workers = hidden.loader_workers(iterator)
-                self.starting = False
-            while True:
-                with _worker_deaths.waits(self):
-                    try:
-                        batch = next(iterator)
-                    except StopIteration:
-                        return
+            _catch_deaths()
+            self.starting = not self._workers  # the next wait checks which workers have died
+            iterator = self._wait(lambda: iter(loader))
+            self._workers = hidden.loader_workers(iterator)
+            self.starting = False
+            while (batch := self._wait(lambda: next(iterator, _END))) is not _END:
                 yield batch
         except GeneratorExit:
             if not self._persistent:
@@ -81,22 +81,31 @@ class Engine:
             self.close()
             raise
 
+    def _wait(self, call: Callable[[], T]) -> T:
+        """Call a function that waits for workers: it raises if one has died."""
+        self.waiting = True
+        try:
+            for worker in self.dead():
+                raise RuntimeError(f"DataLoader worker (pid {worker.pid}) has died")
+            return call()
+        finally:
+            self.waiting = False
+
     def dead(self) -> list[Any]:
         """The workers that ended with an error."""
         return [worker for worker in self._workers if worker.exitcode]
 
     def close(self) -> None:
         """End the workers with SIGTERM, which Python code obeys; after a second with SIGKILL."""
-        workers, self._workers, self._loader = self._workers, [], None
-        self.starting = False
-        with _children_unwatched():
-            for end in ("terminate", "kill"):
-                alive = [worker for worker in workers if worker.is_alive()]
-                for worker in alive:
-                    getattr(worker, end)()
-                deadline = time.monotonic() + 1.0
-                for worker in alive:
-                    worker.join(max(0.0, deadline - time.monotonic()))
+        self._loader, self.starting = None, False
+        for end in ("terminate", "kill"):
+            alive = [worker for worker in self._workers if worker.is_alive()]
+            for worker in alive:
+                getattr(worker, end)()
+            deadline = time.monotonic() + 1.0
+            for worker in alive:
+                worker.join(max(0.0, deadline - time.monotonic()))
+        self._workers = []
 
     def _build(self) -> DataLoader[Any]:
         like = self._like
@@ -114,67 +123,31 @@ class Engine:
         )
 
 
-class _WorkerDeaths:
-    """Limits torch's SIGCHLD handler, which raises anywhere in the main process, to waits for a worker.
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def _catch_deaths() -> None:
+    """Limit torch's SIGCHLD handler, which raises anywhere in the main thread, to the engines' waits for workers.
 
     If a worker dies during a step or a snapshot, the next wait for one of its batches raises.
     """
+    number = getattr(signal, "SIGCHLD", None)  # not on Windows
+    if number is None or threading.current_thread() is not threading.main_thread():
+        return
+    home = hidden.set_worker_handler()  # once per process, as iter(DataLoader) would
+    found = signal.getsignal(number)
+    if not callable(found) or getattr(found, "__module__", "") != home:
+        return
 
-    def __init__(self) -> None:
-        self._raises: Callable[[int, Any], Any] | None = None
-        self._engines: weakref.WeakSet[Engine] = weakref.WeakSet()
-        self._waiting: Engine | None = None
-
-    @contextmanager
-    def waits(self, engine: Engine) -> Generator[None]:
-        """Enter this block to wait for a worker of the engine."""
-        here = threading.current_thread() is threading.main_thread()
-        if not here or not hasattr(signal, "SIGCHLD"):
-            yield
-            return
-        self._set()
-        self._engines.add(engine)
-        before, self._waiting = self._waiting, engine
+    def handle(number: int, frame: Any) -> None:
         try:
-            for worker in engine.dead():
-                raise RuntimeError(f"DataLoader worker (pid {worker.pid}) has died")
-            yield
-        finally:
-            self._waiting = before
-
-    def _set(self) -> None:
-        home = hidden.set_worker_handler()  # once per process, as iter(DataLoader) would
-        found = signal.getsignal(signal.SIGCHLD)
-        if callable(found) and getattr(found, "__module__", "") == home:
-            self._raises = found
-            signal.signal(signal.SIGCHLD, self._handle)
-
-    def _handle(self, number: int, frame: Any) -> None:
-        assert self._raises is not None
-        try:
-            self._raises(number, frame)
+            found(number, frame)
         except RuntimeError:
-            ours = [engine for engine in self._engines if engine.starting or engine.dead()]
-            if not ours or (self._waiting in ours and not self._waiting.starting):
+            ours = [engine for engine in _engines if engine.starting or engine.dead()]
+            if not ours or any(engine.waiting and not engine.starting for engine in ours):
                 raise
 
-
-_worker_deaths = _WorkerDeaths()
-
-
-@contextmanager
-def _children_unwatched() -> Generator[None]:
-    """Keep torch's SIGCHLD handler from raising for workers that `Engine.close` ends."""
-    number = getattr(signal, "SIGCHLD", None)  # not on Windows
-    previous = None if number is None else signal.getsignal(number)
-    if number is None or previous is None or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    signal.signal(number, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        signal.signal(number, previous)
+    signal.signal(number, handle)
 
 
 def _ending(code: int) -> str:

@@ -32,7 +32,7 @@ The path of a batch, with five files between a DataLoader with indices and the s
 For other loaders data/iterable takes the place of the last two. From the step back: `fit` replaces state and position,
 `accounting` holds the metrics until `metric_queue` reads them.
 
-The path of a snapshot, six files. `decisions` says if one is due by `snapshot/intervals`, for several processes by one
+The path of a snapshot, six files. `decisions` says if one is due by `Snapshots.due`, for several processes by one
 clock. `_boundary` also saves for a best row, a stop or a limit, `_decide` for a signal::
 
     fit                            asks between two calls (`_decide`), and at a boundary (`_boundary`)

@@ -1,7 +1,6 @@
 """Snapshots of a training state: written in the background, committed atomically, verified when read.
 
 snapshots        `Snapshots`: save, restore, list the steps, decide when one is due
-intervals        when a snapshot is due
 staging          the copy of a state in host memory, and its tensors as arrays
 writer           one save, from the copy to the committed directory, in a thread
 reader           one step of a directory back to a state; partial_restore: ``only="params"``

@@ -81,8 +81,9 @@ def _quiet() -> Generator[None]:
     try:
         yield
     except Exception as error:
-        # Of a failed save orbax leaves a coroutine that it never awaits.
-        warnings.filterwarnings("ignore", "coroutine 'OrbaxLayout", RuntimeWarning)
+        # Of a failed save orbax leaves coroutines that it never awaits.
+        classes = "OrbaxLayout|NumpyHandler|BasePyTreeCheckpointHandler"
+        warnings.filterwarnings("ignore", f"coroutine '({classes})", RuntimeWarning)
         code = re.search(r"os_error_code='(\d+)'", str(error))
         if code is None:
             raise

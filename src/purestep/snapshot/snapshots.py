@@ -16,9 +16,9 @@ from ..errors import ConfigError, Corrupt, NotFound, RankError, SnapshotError, W
 from ..files import DirectoryLock, failpoint, local_path
 from ..parallel import mesh as meshes
 from ..parallel import processes
-from ..state import check_choice, check_count
+from ..state import check_choice, check_count, check_range
 from ..types import Tree
-from . import directory, intervals, orbax_io, parts, reader, staging, writer
+from . import directory, orbax_io, parts, reader, staging, writer
 from . import history as history_
 from . import manifest as manifests
 from .reader import Snapshot
@@ -32,13 +32,12 @@ _SAME = (
 )
 
 
-class _Plan(NamedTuple):
-    """A save that was checked and has not begun."""
+class _Mark(NamedTuple):
+    """A position of a run."""
 
-    manifest: manifests.Manifest  # without leaves
-    leaves: dict[str, Any]  # by path
-    kinds: dict[str, staging.Kind]
-    spread: parts.Spread
+    updates: int
+    epoch: int  # finished ones
+    seconds: float  # of a monotonic clock
 
 
 class Snapshots:
@@ -106,6 +105,11 @@ class Snapshots:
         if keep is not None:
             check_count("Snapshots", least=1, cure="keep=1, or keep=None for all", keep=keep)
         check_count("Snapshots", least=0, cure="keep_best=0 for none", keep_best=keep_best)
+        for name, count in (("every_steps", every_steps), ("every_epochs", every_epochs)):
+            if count is not None:
+                check_count("Snapshots", least=1, cure=f"{name}=1, or {name}=None for never", **{name: count})
+        if every_seconds is not None:
+            check_range("Snapshots", 0, ends="()", cure="every_seconds=None for never", every_seconds=every_seconds)
         check_choice("Snapshots", ("raise", "continue"), on_save_error=on_save_error)
         self.directory = local_path("Snapshots", directory=directory).absolute()
         _check_name(self.directory, writer=writer)
@@ -115,7 +119,7 @@ class Snapshots:
         self.waits = 0  # saves that waited for the previous one; more than a few: the interval is too short
         self.failed = 0  # saves, with on_save_error="continue"
         self._continues = on_save_error == "continue"
-        self._every = intervals.checked(every_steps, every_epochs, every_seconds)
+        self._every = every_steps, every_epochs, every_seconds
         self._monitor: tuple[str, str] | None = None
         self._is_writer = writer
         self._lock = DirectoryLock(self.directory)
@@ -126,8 +130,8 @@ class Snapshots:
         self._channel: processes.Channel | None = None  # to the writers of the other processes, while it is open
         self._closed = False
         self._pid = os.getpid()
-        self._last = intervals.Mark(0, 0, time.monotonic())  # `due` counts from it
-        self._asked: intervals.Mark | None = None  # where `due` was called last: `save` makes it the last mark
+        self._last = _Mark(0, 0, time.monotonic())  # `due` counts from it
+        self._asked: _Mark | None = None  # where `due` was called last: `save` makes it the last mark
         if monitor is not None:
             self.track(monitor, mode=mode)
 
@@ -240,7 +244,7 @@ class Snapshots:
 
     def count_from(self, *, updates: int, epoch: int, now: float | None = None) -> None:
         """Let `due` count from here: from the start of a run, or a save. Arguments as in `due`."""
-        self._last = intervals.Mark(updates, epoch, time.monotonic() if now is None else now)
+        self._last = _Mark(updates, epoch, time.monotonic() if now is None else now)
         self._asked = None
 
     def due(self, *, updates: int, epoch: int, now: float | None = None) -> tuple[str, ...]:
@@ -263,8 +267,15 @@ class Snapshots:
             epoch: finished epochs so far.
             now: the time of `time.monotonic` in seconds; by default the current time.
         """
-        self._asked = intervals.Mark(updates, epoch, time.monotonic() if now is None else now)
-        return intervals.due(self._every, self._last, self._asked)
+        last, here = self._last, _Mark(updates, epoch, time.monotonic() if now is None else now)
+        self._asked = here
+        steps, epochs, seconds = self._every
+        found = {  # a skipped multiple counts: with 3 updates at a time and every_steps=4 at 6, 9, 12, ...
+            "every_steps": steps is not None and here.updates // steps > last.updates // steps,
+            "every_epochs": epochs is not None and here.epoch // epochs > last.epoch // epochs,
+            "every_seconds": seconds is not None and here.seconds - last.seconds >= seconds,
+        }
+        return tuple(name for name, is_due in found.items() if is_due)
 
     def track(self, monitor: str, *, mode: str = "min") -> None:
         """Set the metric that decides which step is best, unless one is set already.
@@ -401,7 +412,7 @@ class Snapshots:
         here = meshes.here()
         assert self._channel is not None
 
-        def plan() -> _Plan:
+        def plan() -> tuple[manifests.Manifest, dict[str, Any], dict[str, staging.Kind], parts.Spread]:
             number = directory.checked_step(self.directory, step)
             paths, leaves = self._paths(state)
             kinds, spread = staging.kinds(zip(paths, leaves, strict=True)), parts.spread(state)
@@ -421,7 +432,7 @@ class Snapshots:
             self._background.join()
             if here.rank == 0:
                 directory.check_order(self.directory, number, restored=self._restored, overwrite=overwrite)
-            return _Plan(manifest, dict(zip(paths, leaves, strict=True)), kinds, spread)
+            return manifest, dict(zip(paths, leaves, strict=True)), kinds, spread
 
         try:
             manifest, leaves, kinds, spread = processes.together(plan)
@@ -496,17 +507,15 @@ class Snapshots:
         if step is not None:
             hint = "pass the same step in every process"
             processes.check_same({"the step to restore": step}, where=str(self.directory), hint=hint)
-            processes.first(lambda: self._check_exists(step))
+            there = processes.first(lambda: directory.numbered(self.directory))
+            if step not in there:
+                hint = f"pass one of: {', '.join(map(str, there))}" if there else "pass another directory"
+                raise NotFound(f"no snapshot of step {step}", where=str(self.directory), hint=hint)
             found = self._read_together(template, step, prefixes)
         else:
             found = self._newest_good(template, prefixes)
         self._restored = found.step
         return found
-
-    def _check_exists(self, step: int) -> None:
-        if step not in (there := directory.numbered(self.directory)):
-            hint = f"pass one of: {', '.join(map(str, there))}" if there else "pass another directory"
-            raise NotFound(f"no snapshot of step {step}", where=str(self.directory), hint=hint)
 
     def _read_together(self, template: Tree, step: int, prefixes: set[str] | None) -> Snapshot:
         """Read a step in every process, or raise one error in all: a step is intact if every process can read it."""

@@ -224,23 +224,19 @@ def _commit(job: Job, staging: Path) -> None:
 def _retire(job: Job) -> None:
     """Delete steps that are no longer kept. The new step is there, so an error of the disk is only logged."""
     try:
-        _delete(job)
+        remove_tree(directory.replaced(job.root, job.manifest.step))
+        if job.keep is None:
+            return
+        found = directory.intact(job.root)
+        kept = {manifest.step for manifest in found[-job.keep :]} | {job.manifest.step}
+        if job.manifest.monitor is not None and job.keep_best:
+            kept |= set(directory.best(found, *job.manifest.monitor, count=job.keep_best))
+        for manifest in found:
+            if manifest.step not in kept:
+                directory.retire(job.root, manifest.step)
     except OSError as error:
         text = "%s: step %d is written, but older ones could not be deleted: %s (cure: check the disk, or delete them)"
         _log.warning(text, job.root, job.manifest.step, error)
-
-
-def _delete(job: Job) -> None:
-    remove_tree(directory.replaced(job.root, job.manifest.step))
-    if job.keep is None:
-        return
-    found = directory.intact(job.root)
-    kept = {manifest.step for manifest in found[-job.keep :]} | {job.manifest.step}
-    if job.manifest.monitor is not None and job.keep_best:
-        kept |= set(directory.best(found, *job.manifest.monitor, count=job.keep_best))
-    for manifest in found:
-        if manifest.step not in kept:
-            directory.retire(job.root, manifest.step)
 
 
 class Background:
