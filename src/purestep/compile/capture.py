@@ -105,7 +105,7 @@ def compile_sizes(
     symbols = sizes.Symbols(_distinct(inputs), _distinct(leaves), dims)
     with tracing.capturing(), torch.no_grad(), tracing.no_recurrent_kernel(), symbols.mode:
         graph, outside = _traced(_traceable(function), symbols.fakes, "real")
-        graph = fx_passes.checked(fx_passes.views_allowed(graph))
+        graph = fx_passes.checked(fx_passes.reshaped(graph))
     if not symbols.vary():
         return None
     traits, shapes = _traits(graph), "from_tracing_context"
@@ -135,7 +135,7 @@ def _compile(
         except Exception as error:
             failed = error
     with tracing.capturing(), torch.no_grad():
-        graph = fx_passes.checked(fx_passes.views_allowed(graph))
+        graph = fx_passes.checked(fx_passes.reshaped(graph))
     traits = _traits(graph)
     with autocast_disabled(), _function_modes_removed():
         compiled = _by_public_entry(graph, inputs, backend, options)
@@ -315,7 +315,7 @@ def _by_public_entry(
     shapes: str = "from_example_inputs",
 ) -> Compiled:
     if backend in ("eager", "aot_eager"):
-        return _unpacked(fx_passes.reshaped(graph))
+        return _unpacked(graph)
     if backend != "inductor":
         return _unpacked(backend(graph, inputs))
     code_directory.directory(whole=True)
