@@ -79,11 +79,9 @@ def test_nobody_else_may_be_able_to_rename_a_directory_above(
     change, above: str, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     inner = cache / "a" / "b" / "c"
-    (inner / "purestep").mkdir(parents=True)
+    inner.mkdir(parents=True)
     monkeypatch.setenv(VARIABLE, str(inner))
-    assert code_directory.is_safe(inner / "purestep")
     change(cache / above, monkeypatch)
-    assert not code_directory.is_safe(inner / "purestep")
     with caplog.at_level(logging.WARNING, "purestep"):
         found = code_directory.directory()
     assert not found.is_relative_to(cache)
@@ -102,17 +100,6 @@ def test_a_link_on_the_way_is_followed_once(cache: Path, monkeypatch: pytest.Mon
     (cache / "link").symlink_to(cache / "a")
     monkeypatch.setenv(VARIABLE, str(cache / "link" / "b"))
     assert code_directory.directory() == cache / "a" / "b" == Path(os.environ[VARIABLE])
-
-
-def test_where_others_can_rename_temporary_directories_private_ones_are_at_home(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-):
-    (cache.parent / "home").mkdir(mode=0o700)
-    monkeypatch.setenv("HOME", str(cache.parent / "home"))
-    (cache.parent / "temporary").chmod(0o777)
-    monkeypatch.delenv(VARIABLE)
-    assert code_directory.directory() == code_directory.private()
-    assert code_directory.private().parent == cache.parent / "home"
 
 
 @pytest.mark.parametrize("change", [foreign, everybodys])
@@ -159,13 +146,16 @@ def test_a_part_that_cannot_be_searched_is_a_reason(cache: Path, monkeypatch: py
     assert code_directory.directory(whole=True) != cache
 
 
-def test_a_private_directory_that_others_have_taken_is_not_used(cache: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("at", ["temporary", "temporary/private"])
+def test_without_a_safe_directory_nothing_is_compiled(at: str, cache: Path, monkeypatch: pytest.MonkeyPatch):
+    """The private one lies where others can rename it, or is one that others can write."""
     cache.chmod(0o777)
-    code_directory.private().mkdir(mode=0o777)
-    code_directory.private().chmod(0o777)
-    found = code_directory.directory()
-    assert found not in (cache, code_directory.private())
-    assert found.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setattr(code_directory, "private", lambda: cache.parent / "temporary" / "private")
+    code_directory.private().mkdir()
+    (cache.parent / at).chmod(0o777)
+    for _ in range(2):
+        with pytest.raises(ps.errors.ConfigError, match=f"others can write.* set {VARIABLE} to a directory of yours"):
+            code_directory.directory()
 
 
 def test_a_missing_directory_is_created_for_this_user(cache: Path, monkeypatch: pytest.MonkeyPatch):

@@ -89,7 +89,7 @@ def compile_graph(
         except Exception as error:
             failed = error
     with tracing.capturing(), torch.no_grad():
-        graph = fx_passes.checked(fx_passes.views_allowed(graph))
+        graph = fx_passes.checked(fx_passes.reshaped(graph))
     traits = Traits(fx_passes.draws(graph), fx_passes.is_recordable(graph))
     with autocast_disabled(), _function_modes_removed():
         compiled = _by_public_entry(graph, inputs, backend, options)
@@ -128,7 +128,7 @@ def compile_sizes(
     symbols = sizes.Symbols(_distinct(inputs), _distinct(leaves), dims)
     with tracing.capturing(), torch.no_grad(), tracing.no_recurrent_kernel(), symbols.mode:
         graph, outside = _traced(_traceable(function), symbols.fakes, "real")
-        graph = fx_passes.checked(fx_passes.views_allowed(graph))
+        graph = fx_passes.checked(fx_passes.reshaped(graph))
     if not symbols.vary():
         return None
     traits = Traits(fx_passes.draws(graph), fx_passes.is_recordable(graph))
@@ -281,7 +281,7 @@ def _by_public_entry(
     shapes: str = "from_example_inputs",
 ) -> Compiled:
     if backend in ("eager", "aot_eager"):
-        return _unpacked(fx_passes.reshaped(graph))
+        return _unpacked(graph)
     if backend != "inductor":
         return _unpacked(backend(graph, inputs))
     code_directory.directory(whole=True)

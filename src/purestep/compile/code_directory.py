@@ -6,15 +6,14 @@ user in the system's temporary one, whoever has created it; or that of ``TORCHIN
 
 from __future__ import annotations
 
-import atexit
 import functools
-import getpass
 import logging
 import os
-import shutil
 import stat
 import tempfile
 from pathlib import Path
+
+from ..errors import ConfigError
 
 _log = logging.getLogger("purestep")
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
@@ -29,8 +28,14 @@ def directory(*, whole: bool = False) -> Path:
     Args:
         whole: look at everything in the directory too (some microseconds a file), as must be done before inductor,
             which loads what it finds there, is used.
+
+    Raises:
+        ConfigError: the private directory may contain code of others too.
     """
-    place = _chosen(os.path.abspath(os.environ.get(_VARIABLE) or _default()), whole)
+    from torch._inductor.runtime import cache_dir_utils
+
+    given = os.environ.get(_VARIABLE) or cache_dir_utils.default_cache_dir()
+    place = _chosen(os.path.abspath(given), whole)
     os.environ[_VARIABLE] = str(place)
     return place
 
@@ -42,28 +47,9 @@ def is_own(path: Path) -> bool:
     return plain and _is_owners(found) and not found.st_mode & _OTHERS
 
 
-def is_safe(place: Path) -> bool:
-    """True if a directory `is_own`, and no other user can replace it."""
-    return is_own(place) and not _problem_above(place)
-
-
 def private() -> Path:
     """The directory of this user alone, which may not exist."""
-    return Path(_room(), f"purestep_{os.getuid()}")
-
-
-def _room() -> str:
-    """The parent of private directories: the system's temporary one; home, if other users can rename entries of it."""
-    temporary, home = tempfile.gettempdir(), os.path.expanduser("~")
-    return home if _problem_above(Path(temporary, "purestep")) and os.access(home, os.W_OK) else temporary
-
-
-def _default() -> str:
-    try:
-        name = getpass.getuser()
-    except (KeyError, ModuleNotFoundError, OSError):  # a number without a name, in a container
-        name = f"uid_{os.getuid()}"
-    return os.path.join(tempfile.gettempdir(), f"torchinductor_{name}")
+    return Path(tempfile.gettempdir(), f"purestep_{os.getuid()}")
 
 
 def _is_owners(found: os.stat_result) -> bool:
@@ -76,11 +62,9 @@ def _chosen(given: str, whole: bool) -> Path:
     problem = _problem(place) or (_problem_inside(place) if whole else "")
     if not problem:
         return place.resolve()  # a link on the way may lead elsewhere later
-    other = private()
-    if given == str(other) or _problem(other) or _problem_inside(other):
-        other = Path(tempfile.mkdtemp(prefix="purestep_", dir=_room()))
-        atexit.register(shutil.rmtree, other, ignore_errors=True)
-    cure = f"set {_VARIABLE} to a directory of yours"
+    other, cure = private(), f"set {_VARIABLE} to a directory of yours"
+    if found := _problem(other) or _problem_inside(other):
+        raise ConfigError(f"{place} {problem}, and {other} {found}", where="compiled code", hint=cure)
     if problem.startswith(_WRITABLE):  # mode 0700, because torch writes more files there, by the user's umask
         cure += f", or chmod -R go= {given} if you trust all that it contains"
     _log.warning("%s %s: compiled code is kept in %s (cure: %s)", given, problem, other, cure)

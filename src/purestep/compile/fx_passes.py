@@ -53,17 +53,6 @@ def checked(graph: GraphModule) -> GraphModule:
     return graph
 
 
-def reshaped(graph: GraphModule) -> GraphModule:
-    """Turn each `view` into a `reshape`, for a graph that torch runs as it is.
-
-    Some kernels lay their result out otherwise than fake tensors do: the gradient of `batch_norm` on the CPU.
-    """
-    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
-        node.target = torch.ops.aten.reshape.default
-    graph.recompile()
-    return graph
-
-
 _LOW = {
     *(torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2),
     *(torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
@@ -71,11 +60,12 @@ _LOW = {
 """Dtypes that inductor computes in float32."""
 
 
-def simulates_low_precision(graph: GraphModule) -> bool:
-    """True if a graph casts to a low precision and computes no product in it, as ``x.bfloat16().float()`` does.
+def rounding(graph: GraphModule) -> dict[str, Any]:
+    """Inductor's option `emulate_precision_casts` for a graph that casts to a low precision and computes no product in
+    it, as ``x.bfloat16().float()`` does.
 
-    Inductor cancels the two casts unless its option `emulate_precision_casts` is set. The option rounds every operation
-    in a low precision, which slows down a step in mixed precision, whose casts feed products.
+    Inductor cancels the two casts without the option, which rounds every operation in a low precision and so slows down
+    a step in mixed precision, whose casts feed products.
     """
     casts = False
     for part in (graph, *control_flow.inner(graph)):
@@ -85,13 +75,8 @@ def simulates_low_precision(graph: GraphModule) -> bool:
             made = node.meta.get("val")
             casts = casts or (isinstance(made, Tensor) and made.dtype in _LOW and node.op == "call_function")
             if reads_low and (name_of(node) in _PRODUCTS or "attention" in name_of(node)):
-                return False
-    return casts
-
-
-def rounding(graph: GraphModule) -> dict[str, Any]:
-    """Inductor's option for a graph that `simulates_low_precision`."""
-    return {"emulate_precision_casts": True} if simulates_low_precision(graph) else {}
+                return {}
+    return {"emulate_precision_casts": True} if casts else {}
 
 
 def copied(leaf: Tensor) -> Tensor:
@@ -133,15 +118,10 @@ def collectives_in_order(graph: GraphModule) -> None:
         last = node
 
 
-def resizes(graph: GraphModule) -> bool:
-    """True if a kernel gives its argument another size, which no trace sees: fake quantization with a scale for each
+def may_resize(graph: GraphModule) -> bool:
+    """True if a kernel may give its argument another size, which no trace sees: fake quantization with a scale for each
     channel does so in its first call."""
-    found = [node for node in graph.graph.nodes if name_of(node).startswith("_fused_moving_avg_obs_fq_helper")]
-    for node in found:
-        values = _arguments(node)
-        if values["per_row_fake_quant"] and values["running_min"].numel() != values["self"].shape[values["ch_axis"]]:
-            return True
-    return False
+    return any(name_of(node).startswith("_fused_moving_avg_obs_fq_helper") for node in graph.graph.nodes)
 
 
 def has_functional_collectives(graph: GraphModule) -> bool:
@@ -150,11 +130,12 @@ def has_functional_collectives(graph: GraphModule) -> bool:
     return any(str(getattr(node.target, "namespace", "")).startswith("_c10d_functional") for node in graph.graph.nodes)
 
 
-def views_allowed(graph: GraphModule) -> GraphModule:
-    """Replace views by reshapes: the compiler may change the layout of their input."""
-    for node in graph.graph.nodes:
-        if node.op == "call_function" and node.target is torch.ops.aten.view.default:
-            node.target = torch.ops.aten.reshape.default
+def reshaped(graph: GraphModule) -> GraphModule:
+    """Turn each `view` into a `reshape`: a compiler may change the layout of its input, and some kernels lay out their
+    result otherwise than fake tensors do (the gradient of `batch_norm` on the CPU)."""
+    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        node.target = torch.ops.aten.reshape.default
+    graph.recompile()
     return graph
 
 
@@ -186,12 +167,10 @@ def writing_last(graph: GraphModule) -> GraphModule:
 
 def draws(graph: GraphModule) -> bool:
     """True if a graph draws random numbers."""
-    return any(map(is_draw, graph.graph.nodes))
-
-
-def is_draw(node: Any) -> bool:
-    """True if a node draws random numbers."""
-    return hasattr(node.target, "tags") and tracing.is_random(node.target, node.args, node.kwargs)
+    return any(
+        hasattr(node.target, "tags") and tracing.is_random(node.target, node.args, node.kwargs)
+        for node in graph.graph.nodes
+    )
 
 
 _KNOWN = {"aten", "prims", "_prims", "purestep"}
@@ -203,7 +182,8 @@ def is_recordable(graph: GraphModule) -> bool:
     not ask again."""
     for node in graph.graph.nodes:
         target = node.target
-        if node.op == "call_module" or (node.op == "get_attr" and not _is_tensor(graph, node)):
+        is_graph = node.op == "get_attr" and not isinstance(getattr(graph, node.target, None), Tensor)
+        if node.op == "call_module" or is_graph:
             return False
         if node.op != "call_function" or target is operator.getitem:
             continue
@@ -213,10 +193,6 @@ def is_recordable(graph: GraphModule) -> bool:
         if target.namespace == "purestep" and [each.name for each in target._schema.arguments][-1:] == ["after"]:
             return False  # a collective
     return True
-
-
-def _is_tensor(graph: GraphModule, node: Any) -> bool:
-    return isinstance(getattr(graph, node.target, None), Tensor)
 
 
 def as_laid_out(graph: GraphModule) -> GraphModule:
@@ -247,14 +223,6 @@ def is_view(node: Any) -> bool:
 def name_of(node: Any) -> str:
     """The name of a node's operator, without the overload."""
     return getattr(node.target, "__name__", "").partition(".")[0]
-
-
-def _arguments(node: Any) -> dict[str, Any]:
-    """The arguments of a node's operator by name; tensors as fake tensors."""
-    given = zip(node.target._schema.arguments, node.args, strict=False)
-    named = {argument.name: value for argument, value in given} | node.kwargs
-    defaults = {argument.name: argument.default_value for argument in node.target._schema.arguments}
-    return defaults | {name: getattr(value, "meta", {}).get("val", value) for name, value in named.items()}
 
 
 def size(node: Any) -> int:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class NotLowered(Exception):
-    """The graph writes tensors in a way that cannot be moved to its end, gives an argument another size, calls
+    """The graph writes tensors in a way that cannot be moved to its end, may give an argument another size, calls
     higher-order operators, or calls torch's functional collectives."""
 
 
@@ -79,8 +79,8 @@ def functional(graph: GraphModule, inputs: Sequence[Tensor], options: Mapping[st
         inductor_fixes.before(graph.graph)
         if fx_passes.has_functional_collectives(graph):
             raise NotLowered("torch's functional collectives need results in storage of their own")
-        if fx_passes.resizes(graph):
-            raise NotLowered("a kernel changes the size of its argument")
+        if fx_passes.may_resize(graph):
+            raise NotLowered("a kernel may change the size of its argument")
         if control_flow.operators(graph):
             raise NotLowered("higher-order operators")
         yield Functional(fx_passes.checked(_functional(graph, fakes, mode)), fakes, mode)

@@ -1,9 +1,8 @@
-"""Native code of an earlier run: what it is found by, and what becomes of damaged, foreign and simultaneous entries."""
+"""Native code of an earlier run: what it is found by, and what becomes of foreign and simultaneous entries."""
 
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import pkgutil
 import shutil
@@ -24,8 +23,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import purestep as ps
 from purestep import optim
-from purestep.compile import capture, lower
-from purestep.compile.cpu import backend, code_cache, graph_key
+from purestep.compile import code_directory, lower
+from purestep.compile.cpu import aot, backend, code_cache, graph_key
 from purestep.errors import StepContractError
 
 pytestmark = pytest.mark.usefixtures("own_cache", "no_fallback")
@@ -222,136 +221,108 @@ def test_what_the_user_makes_of_an_operator_has_no_name(table: str, monkeypatch:
 NAME = "0" * 64
 
 
-def builder(text: str = "code", calls: str = "") -> Callable[[str], list[Any]]:
+def builder(text: str = "code", calls: str = "") -> Callable[[str], None]:
     """A builder that leaves files as inductor does."""
 
-    def build(library: str) -> list[Any]:
+    def build(library: str) -> None:
         Path(library).write_text(text)
         (Path(library).parent / "kernels").mkdir()
         if calls:
             Path(library).with_name("c123.wrapper.json").write_text(calls)
-        return [True, 2]
 
     return build
 
 
-def fails(_: str) -> list[Any]:
+def fails(_: str) -> None:
     raise AssertionError("built once more")
 
 
+def read(name: str | None, build: Callable[[str], None]) -> str:
+    return Path(code_cache.obtained(name, build)).read_text()
+
+
 def test_an_entry_is_found_again(own_cache: Path):
+    before = os.umask(0)
     made = code_cache.obtained(NAME, builder(calls="calls"))
-    again = code_cache.obtained(NAME, fails)
-    assert again == made
-    assert list(again.facts) == [True, 2]
-    assert [path.name for path in (own_cache / "purestep").iterdir()] == [NAME]
-    assert {path.name: path.stat().st_mode & 0o77 for path in Path(made.path).parent.iterdir()} == {
-        "step.so": 0,
-        "step.json": 0,
-        "entry": 0,
-    }
+    os.umask(before)
+    assert code_cache.obtained(NAME, fails) == made
+    modes = {path.name: path.stat().st_mode & 0o77 for path in (own_cache / "purestep").iterdir()}
+    assert modes == {f"{NAME}.so": 0, f"{NAME}.json": 0}
 
 
 def test_a_library_without_a_name_is_no_entry():
-    made = [code_cache.obtained(None, builder()).path for _ in range(2)]
+    made = [code_cache.obtained(None, builder()) for _ in range(2)]
     assert len(set(made)) == 2
     assert all(Path(each).read_text() == "code" for each in made)
 
 
-def _cut(entry: Path) -> None:
-    (entry / "step.so").write_text("cod")
+def test_of_two_that_build_one_entry_the_last_stays():
+    def late(library: str) -> None:
+        assert read(NAME, builder("first")) == "first"
+        builder("second")(library)
 
-
-def _remove(entry: Path) -> None:
-    (entry / "step.so").unlink()
-
-
-def _exchange(entry: Path) -> None:
-    (entry / "step.json").write_text("other calls")
-
-
-def _garble(entry: Path) -> None:
-    (entry / "entry").write_text("nonsense")
-
-
-def _call_otherwise(entry: Path) -> None:
-    (entry / "entry").write_text((entry / "entry").read_text().replace("true", "false"))
-
-
-def _link(entry: Path) -> None:
-    (entry / "step.so").rename(entry.parents[1] / "elsewhere.so")
-    (entry / "step.so").symlink_to(entry.parents[1] / "elsewhere.so")
-
-
-def _open(entry: Path) -> None:
-    (entry / "step.so").chmod(0o722)
-
-
-@pytest.mark.parametrize("damage", [_cut, _remove, _exchange, _garble, _call_otherwise, _link, _open])
-def test_a_damaged_entry_is_built_again(damage: Callable[[Path], None], own_cache: Path):
-    code_cache.obtained(NAME, builder(calls="calls"))
-    damage(own_cache / "purestep" / NAME)
-    assert code_cache.found(NAME) is None
-    code_cache.obtained(NAME, builder(calls="calls"))
-    assert code_cache.found(NAME) is not None
-    assert [path.name for path in (own_cache / "purestep").iterdir()] == [NAME]
-
-
-def test_of_two_that_build_one_entry_the_first_stays(own_cache: Path):
-    def late(library: str) -> list[Any]:
-        code_cache.obtained(NAME, builder("first"))
-        return builder("second")(library)
-
-    made = code_cache.obtained(NAME, late)
-    assert Path(made.path).read_text() == "second"  # its own, until the process ends
-    found = code_cache.found(NAME)
-    assert found is not None
-    assert Path(found.path).read_text() == "first"
+    assert read(NAME, late) == "second"
+    assert read(NAME, fails) == "second"
 
 
 def test_a_build_that_fails_leaves_no_entry(own_cache: Path):
     with pytest.raises(AssertionError):
         code_cache.obtained(NAME, fails)
-    assert code_cache.found(NAME) is None
-    assert code_cache.obtained(NAME, builder()).facts == [True, 2]
+    assert not list((own_cache / "purestep").iterdir())
+    assert read(NAME, builder()) == "code"
+
+
+def _link(file: Path) -> None:
+    file.rename(file.with_name("elsewhere"))
+    file.symlink_to(file.with_name("elsewhere"))
+
+
+def _open(file: Path) -> None:
+    file.chmod(0o722)
+
+
+@pytest.mark.parametrize("suffix", [".so", ".json"])
+@pytest.mark.parametrize("change", [_link, _open])
+def test_an_entry_that_others_may_have_written_is_not_loaded(change: Any, suffix: str, own_cache: Path):
+    code_cache.obtained(NAME, builder("foreign", calls="calls"))
+    change(own_cache / "purestep" / f"{NAME}{suffix}")
+    assert read(NAME, builder("own", calls="calls")) == "own"
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o702], ids=["of a group", "of everybody"])
 def test_in_a_directory_that_others_may_write_nothing_is_loaded_or_stored(own_cache: Path, mode: int):
     foreign = code_cache.obtained(NAME, builder("foreign"))
+    own_cache.chmod(0o755)  # others can enter it
     (own_cache / "purestep").chmod(mode)
-    assert code_cache.found(NAME) is None
-    made = Path(code_cache.obtained(NAME, builder("own")).path)
+    code_directory._chosen.cache_clear()  # as in another process
+    made = Path(code_cache.obtained(NAME, builder("own")))
     assert made.read_text() == "own"
-    assert Path(foreign.path).read_text() == "foreign"
-    private = made.parents[1]
-    assert private.name == f"purestep_{os.getuid()}"
-    assert private.stat().st_mode & 0o777 == 0o700
-    assert code_cache.obtained(NAME, fails).path == str(made)
+    assert Path(foreign).read_text() == "foreign"
+    assert made.parents[1].name == f"purestep_{os.getuid()}"
+    assert made.parents[1].stat().st_mode & 0o777 == 0o700
+    assert code_cache.obtained(NAME, fails) == str(made)
 
 
 def test_a_directory_of_another_user_is_not_used(own_cache: Path, monkeypatch: pytest.MonkeyPatch):
     code_cache.obtained(NAME, builder("foreign"))
-    real = os.getuid()
-    place = own_cache / "purestep"
-    os.chown(place, real + 1, -1) if real == 0 else monkeypatch.setattr(os, "getuid", lambda: real + 1)
-    assert code_cache.found(NAME) is None
+    if os.getuid() == 0:
+        os.chown(own_cache / "purestep", 65534, -1)
+        assert read(NAME, builder("own")) == "own"
+    else:
+        monkeypatch.setattr(os, "getuid", lambda: 65534)
+        with pytest.raises(ps.errors.ConfigError):
+            code_cache.obtained(NAME, fails)
 
 
 def test_a_cache_that_cannot_be_written_is_read(own_cache: Path, monkeypatch: pytest.MonkeyPatch):
     """By a user who is not root, whom modes do not stop."""
     old = code_cache.obtained(NAME, builder("old"))
-    monkeypatch.setattr(os, "access", lambda path, mode: not Path(path).is_relative_to(own_cache / "purestep"))
+    code_directory._chosen.cache_clear()  # as in another process
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != own_cache)
     assert code_cache.obtained(NAME, fails) == old
-    made = Path(code_cache.obtained("1" * 64, builder("new")).path)
+    made = Path(code_cache.obtained("1" * 64, builder("new")))
     assert not made.is_relative_to(own_cache / "purestep")
     assert made.read_text() == "new"
-
-
-def test_without_any_directory_code_is_built_for_the_process(own_cache: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(code_cache, "is_safe", lambda path: False)
-    made = [code_cache.obtained(NAME, builder()).path for _ in range(2)]
-    assert len(set(made)) == 2
 
 
 # --- code -------------------------------------------------------------------------------------------------------------
@@ -395,7 +366,7 @@ __attribute__((constructor)) static void spy(void) { fclose(fopen(getenv("SPY"),
 
 @pytest.mark.compile
 def test_the_library_of_another_user_is_not_loaded(own_cache: Path, monkeypatch: pytest.MonkeyPatch):
-    """Libraries whose constructor leaves a file, in the place of those of a step, with the right digest."""
+    """Libraries whose constructor leaves a file, in the place of those of a step."""
     program = ps.program(tiny_mlp(), ps.supervised(torch.nn.CrossEntropyLoss()), optim.sgd(0.01))
     monkeypatch.setenv("SPY", str(own_cache / "ran"))
     (own_cache / "spy.c").write_text(SPY)
@@ -408,15 +379,13 @@ def test_the_library_of_another_user_is_not_loaded(own_cache: Path, monkeypatch:
     def ran(mode: int) -> bool:
         cache = own_cache / f"{mode:o}"  # the linker loads no path twice
         shutil.copytree(own_cache / "purestep", cache / "purestep")
-        lines = list((cache / "purestep").glob("*/entry"))
-        assert lines
-        for line in lines:
-            shutil.copy(built, line.parent / code_cache.LIBRARY)
-            facts = json.loads(line.read_text())[:-1]
-            line.write_text(json.dumps([*facts, code_cache._digest(line.parent, facts)]))
-            line.parent.chmod(mode)
+        libraries = list((cache / "purestep").glob("*.so"))
+        assert libraries
+        for library_ in libraries:
+            shutil.copy(built, library_)
+            library_.chmod(mode)
             if os.getuid() == 0 and mode != 0o700:
-                os.chown(line.parent, 65534, 65534)
+                os.chown(library_, 65534, 65534)
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
         with suppress(Exception):  # the library has no function to call
             trained()
@@ -427,17 +396,26 @@ def test_the_library_of_another_user_is_not_loaded(own_cache: Path, monkeypatch:
     assert ran(0o700)
 
 
-@pytest.mark.compile
-def test_how_code_may_be_called_is_kept_with_it(own_cache: Path, two_threads: None):
-    def of(function: Callable[[Tensor], list[Tensor]], size: int) -> list[Any]:
-        capture.compile_graph(function, [torch.ones(size)], backend="inductor", options=None)
-        lines = list((own_cache / "purestep").glob("*/entry"))
-        newest = max(lines, key=lambda file: file.stat().st_mtime_ns)
-        return json.loads(newest.read_text())[:-1]
+@pytest.mark.parametrize(
+    ("function", "size", "threads", "is_fast"),
+    [
+        (lambda x: [x.sin()], 300, 1, True),
+        (lambda x: [x.sin(), x.sort()], 1 << 23, 2, True),
+        (lambda x: [triple(x)], 300, 1, False),
+        (lambda x: [x @ x.t()], 1 << 12, 1, True),
+    ],
+)
+def test_how_code_may_be_called_follows_from_its_graph(
+    function: Callable[[Tensor], Any], size: int, threads: int, is_fast: bool, two_threads: None
+):
+    graph = make_fx(function, tracing_mode="fake")(torch.ones(1, size))
+    assert aot.threads(graph) == threads
+    assert aot.may_be_fast(graph) is is_fast
 
-    assert of(lambda x: [x.sin()], 300) == [False, 1, True]
-    assert of(lambda x: [torch.rand_like(x)], 1 << 25) == [True, 2, True]
-    assert of(lambda x: [triple(x)], 300) == [False, 1, False]
+
+def test_a_product_of_halves_may_use_any_number_of_threads():
+    graph = make_fx(lambda x: [x @ x.t()], tracing_mode="fake")(torch.ones(4, 4, dtype=torch.bfloat16))
+    assert aot.threads(graph) == 0
 
 
 CALLS = [0]  # of all modules: a program has a copy of its own, whose counters are refused
@@ -515,23 +493,23 @@ import purestep as ps
 from purestep.compile import capture
 run, *_ = capture.compile_graph(lambda x: [torch.sin(x) * 3.75], [torch.ones(300)], backend="inductor", options=None)
 assert torch.equal(run([torch.zeros(300)])[0], torch.zeros(300))
-print("purestep.compile.cpu.aot" in sys.modules, "torch._inductor.compile_fx" in sys.modules)
+print("torch._inductor.compile_fx" in sys.modules)
 """
 
 
 @pytest.mark.compile
 def test_a_process_that_finds_code_loads_no_compiler_wherever_the_cache_has_moved_to(own_cache: Path):
-    assert printed(_WARM) == "True True"
+    assert printed(_WARM) == "True"
     moved = own_cache.rename(own_cache.with_name("moved"))
-    assert printed(_WARM, TORCHINDUCTOR_CACHE_DIR=str(moved)) == "False False"
+    assert printed(_WARM, TORCHINDUCTOR_CACHE_DIR=str(moved)) == "False"
 
 
 @pytest.mark.compile
 def test_processes_that_compile_one_step_together_leave_one_whole_entry(own_cache: Path):
     started = [started_process(_WARM) for _ in range(2)]
-    assert [finished(process) for process in started] == ["True True"] * 2
-    assert len(list((own_cache / "purestep").glob("[0-9a-f]*"))) == 2  # the step, and the kernels
-    assert printed(_WARM) == "False False"
+    assert [finished(process) for process in started] == ["True"] * 2
+    assert len(list((own_cache / "purestep").glob("*.so"))) == 2  # the step, and the kernels
+    assert printed(_WARM) == "False"
 
 
 _TWO_THREADS = """

@@ -28,7 +28,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from purestep.compile.cpu import code_cache
 from purestep.diagnostics import replay
 from purestep.snapshot import manifest
 from rigs import forkserver
@@ -285,24 +284,23 @@ def sparse_indices(run: Path, canary: Path, rng: random.Random) -> None:
 
 
 def foreign_code(run: Path, canary: Path, rng: random.Random) -> None:
-    """A cache of compiled code with an entry of another user, or one that names files outside."""
-    cache, outside, kind = run / "cache", canary.parent / "outside", rng.randrange(6)
-    entry = cache / "purestep" / running.ENTRY
-    entry.mkdir(parents=True)
-    (entry / code_cache.LIBRARY).write_text("foreign")
-    facts = [str(outside / "a"), "../../../outside/a"] if kind == 0 else [1]
-    digest = code_cache._digest(entry, facts) if kind != 1 else "0"
-    (entry / code_cache.LINE).write_text(json.dumps([*facts, digest]))
-    victim = rng.choice((cache, entry.parent, entry, *entry.iterdir()))
-    if kind == 2 and os.getuid() == 0:
+    """A cache of compiled code with a library that another user has written, or could have."""
+    cache, outside, kind = run / "cache", canary.parent / "outside", rng.randrange(4)
+    library = cache / "purestep" / f"{running.ENTRY}.so"
+    library.parent.mkdir(parents=True)
+    library.write_text("foreign")
+    library.with_suffix(".json").write_text("foreign")
+    files = [library, library.with_suffix(".json")]
+    victim = rng.choice((cache, library.parent, *files))
+    if kind == 0 and os.getuid() == 0:
         os.chown(victim, 65534, 65534)
-    elif kind in (2, 3):
+    elif kind in (0, 1):
         victim.chmod(0o777)
-    elif kind == 4:
-        victim = rng.choice((entry, *entry.iterdir()))
+    elif kind == 2:
+        victim = rng.choice(files)
         victim.rename(outside / "moved")
         victim.symlink_to(outside / "moved")
-    elif kind == 5:
+    else:
         run.chmod(0o777)
 
 

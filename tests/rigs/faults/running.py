@@ -192,10 +192,9 @@ def read_watched(folder: str, room: int, reports: bool = False) -> None:
     if os.path.isdir(f"{folder}/cache"):
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/cache"
         tempfile.tempdir = f"{folder}.first"
-        found = code_cache.obtained(ENTRY, lambda library: [Path(library).write_text("own")])
-        is_foreign = Path(found.path).read_text() == "foreign" and found.facts == [1]
-        if is_foreign or not os.path.realpath(found.path).startswith(folder):
-            say("watched", "code", *found)
+        found = code_cache.obtained(ENTRY, lambda library: Path(library).write_text("own"))
+        if Path(found).read_text() == "foreign" or not os.path.realpath(found).startswith(folder):
+            say("watched", "code", found)
     page = Path(folder, "report.html")
     if page.is_file() and re.search(r"\\u003ca href|<h\d>.*<a href", page.read_text(encoding="utf-8")):
         say("watched", "a link in the page")

@@ -2,7 +2,7 @@
 
 `compile/backends.py` loads it by name. It uses private names of torch 2.13. With another torch, or with the environment
 variable ``PURESTEP_CPU=0``, `torch._inductor.standalone_compile` compiles a graph instead, to slower code with the same
-results but for rounding; so it does graphs for many sizes, and graphs with `torch.cond` and its kind.
+results but for rounding; so it does graphs for many sizes, with `torch.cond` and its kind, and with fake quantization.
 ``PURESTEP_CPU=-fast`` switches off our C++ alone.
 
     backend      a graph's library, from the cache or new, and its calls

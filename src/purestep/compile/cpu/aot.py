@@ -11,16 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .. import backends, fx_passes, inductor_fixes, lower
+from .. import backends, inductor_fixes, lower
 from . import cpp_library
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
 
-def build(
-    graph: GraphModule, inputs: Sequence[Tensor], options: Mapping[str, Any], library: str
-) -> tuple[bool, int, bool]:
+def build(graph: GraphModule, inputs: Sequence[Tensor], options: Mapping[str, Any], library: str) -> None:
     """Compile a graph to a library.
 
     Args:
@@ -29,29 +27,23 @@ def build(
         options: inductor's configuration.
         library: the path, in a directory for the files of the compilation.
 
-    Returns:
-        Whether the code draws random numbers; the largest number of threads that it may use, 0 for no limit; whether
-        it calls `cpp_library.loaded`.
-
     Raises:
         NotLowered: see there.
     """
     from torch._inductor import config
     from torch._inductor.virtualized import V
 
-    with lower.functional(graph, inputs, {**options, "aot_inductor.output_path": library}) as given:
-        work = _work(given.graph)
-        facts = fx_passes.draws(given.graph), _threads(given.graph, work), _may_be_fast(given.graph)
-        own = {name: value for name, value in options.items() if name != inductor_fixes.PASS}  # which runs in ours
-        with (
-            config.patch({**_by_size(work), **(cpp_library.options(library) if facts[-1] else {}), **own}),
-            V.set_aot_compilation(True),
-        ):
-            lower.compiled(given, cpp_wrapper=True)  # writes the library, and changes the graph
-    return facts
+    own = {name: value for name, value in options.items() if name != inductor_fixes.PASS}  # which runs in ours
+    header = cpp_library.options(library) if may_be_fast(graph) else {}
+    with (
+        lower.functional(graph, inputs, {**options, "aot_inductor.output_path": library}) as given,
+        config.patch({**_by_size(_work(graph)), **header, **own}),
+        V.set_aot_compilation(True),
+    ):
+        lower.compiled(given, cpp_wrapper=True)  # writes the library
 
 
-def _may_be_fast(graph: GraphModule) -> bool:
+def may_be_fast(graph: GraphModule) -> bool:
     """True if the code may use the header of `cpp_library`: without a user's operators, which might keep a tensor."""
     spaces = {getattr(node.target, "namespace", "aten") for node in graph.graph.nodes if node.op == "call_function"}
     return spaces <= {"aten", "prims", "purestep"} and "fast" not in backends.switched_off("cpu")
@@ -74,9 +66,9 @@ def _by_size(work: float) -> dict[str, Any]:
     return {"aot_inductor.compile_wrapper_opt_level": "O0"} if work > _SLOW_WRAPPER else {}
 
 
-def _threads(graph: GraphModule, work: float) -> int:
+def threads(graph: GraphModule) -> int:
     """The maximal number of threads for the code; 0 means no limit."""
-    if work < _SINGLE_THREAD:  # compiled for one thread
+    if _work(graph) < _SINGLE_THREAD:  # compiled for one thread
         return 0 if _uses_onednn(graph) else 1
     return torch.get_num_threads()
 
@@ -88,12 +80,11 @@ def _work(graph: GraphModule) -> float:
 
     total = 0.0
     for node in graph.graph.nodes:
-        made = node.meta.get("val")
-        if node.op != "call_function" or not isinstance(made, Tensor):
-            continue
+        made = node.meta.get("val") if node.op == "call_function" else None
         count = flop_registry.get(getattr(node.target, "overloadpacket", None))
         if count is None:
-            total += 4 * made.numel()
+            results = made if isinstance(made, list | tuple) else [made]
+            total += sum(4 * leaf.numel() for leaf in results if isinstance(leaf, Tensor))
         else:
             args, kwargs = map_arg((node.args, node.kwargs), lambda source: source.meta.get("val"))
             total += count(*args, **kwargs, out_val=made)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .. import fx_passes, lower
 from ..capture import Compiled, limit_threads
-from . import attention, code_cache, cpp_library
+from . import aot, attention, code_cache, cpp_library
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -55,32 +55,25 @@ def compiled(
     """
     chosen = settings(fx_passes.rounding(graph) | dict(options or {}))
     constants = list(lower.constants(graph).values())
-    build = functools.partial(_build, graph, [*inputs, *constants], chosen)
-    entry = code_cache.obtained(code_cache.key(graph, chosen), build)
-    is_drawing, threads, is_fast = entry.facts
-    if is_fast:
+    build = functools.partial(aot.build, graph, [*inputs, *constants], chosen)
+    library = code_cache.obtained(code_cache.key(graph, chosen), build)
+    if aot.may_be_fast(graph):
         cpp_library.loaded()
-    run = _runner(entry, constants)
-    return limit_threads(run, threads) if threads else run, is_drawing
+    run, threads = _runner(library, constants), aot.threads(graph)
+    return limit_threads(run, threads) if threads else run, fx_passes.draws(graph)
 
 
-def _build(graph: GraphModule, inputs: Sequence[Tensor], chosen: Mapping[str, Any], library: str) -> Sequence[Any]:
-    from . import aot  # loads inductor
-
-    return aot.build(graph, inputs, chosen, library)
-
-
-def _runner(entry: code_cache.Entry, constants: Sequence[Tensor]) -> Compiled:
+def _runner(library: str, constants: Sequence[Tensor]) -> Compiled:
     """Return a function that calls a library from any thread. A runner serves one call at a time, and waits without
     releasing Python's lock, so calls at the same time use different runners."""
     aoti: Any = importlib.import_module("torch._C._aoti")
-    idle = [aoti.AOTIModelContainerRunnerCpu(entry.path, 1)]
+    idle = [aoti.AOTIModelContainerRunnerCpu(library, 1)]
 
     def call(tensors: list[Tensor]) -> Any:
         try:
             runner = idle.pop()
         except IndexError:
-            runner = aoti.AOTIModelContainerRunnerCpu(entry.path, 1)
+            runner = aoti.AOTIModelContainerRunnerCpu(library, 1)
         try:
             return runner.run([*tensors, *constants])
         finally:

@@ -1,11 +1,10 @@
 """Cache of compiled libraries between runs, in inductor's cache directory.
 
-An entry is a directory: the library, a JSON file that torch reads for operators without a C function, and a line with
-how to call it and a digest of the three. Each process builds an entry in a temporary directory and renames that: of
-processes that start together each builds one, and the first stays. A damaged entry is built again.
+An entry is a library, and a JSON file that torch reads for operators without a C function. A process builds both in a
+temporary directory and renames them, so an entry is whole, and of processes that start together the last one stays.
 
-A library is code, so an entry is loaded only if it, and the directory, belong to this user or root and nobody else may
-write them. If the cache directory is not like that, or cannot be written, a private one is used.
+A library is code, so an entry is loaded only if it belongs to this user or root and nobody else may write it; see
+`code_directory`.
 
 Private names: ``torch._inductor.config``, the tables of decompositions and lowerings, if they are loaded.
 """
@@ -15,7 +14,6 @@ from __future__ import annotations
 import atexit
 import functools
 import hashlib
-import json
 import os
 import platform
 import shutil
@@ -25,112 +23,55 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .. import code_directory
-from ..code_directory import is_own, is_safe
 from . import graph_key
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
 
-class Entry(NamedTuple):
-    """A compiled library."""
-
-    path: str
-    facts: Sequence[Any]
-    """what its builder has returned"""
-
-
-LIBRARY, CALLS, LINE = "step.so", "step.json", "entry"
-"""The files of an entry. Torch looks for `CALLS` under this name."""
-
-
-def obtained(name: str | None, build: Callable[[str], Sequence[Any]]) -> Entry:
-    """Load an entry, or build it.
+def obtained(name: str | None, build: Callable[[str], object]) -> str:
+    """Find a library, or build it; return its path.
 
     Args:
         name: from `named`; None builds a library that only this process uses.
-        build: writes the library to a path, and returns facts that JSON can hold.
+        build: writes the library to a path.
     """
-    return (name and found(name)) or _built(name, build)
+    for whole in (False, True):  # the directory may be another one once all that it contains is checked
+        place = code_directory.directory(whole=whole) / "purestep"
+        if name is not None and _is_entry(place / f"{name}.so"):
+            return str(place / f"{name}.so")
+    place.mkdir(mode=0o700, exist_ok=True)
+    entry = place / f"{name}.so"
+    if name is None:
+        entry = Path(tempfile.mkdtemp(dir=place), "step.so")
+        atexit.register(shutil.rmtree, entry.parent, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=place) as work:
+        made = Path(work, "step.so")
+        build(str(made))
+        for calls in made.parent.glob("*.wrapper.json"):  # torch looks for it beside the library
+            calls.chmod(0o600)
+            calls.replace(entry.with_suffix(".json"))
+        made.chmod(0o700)
+        made.replace(entry)
+    return str(entry)
+
+
+def _is_entry(library: Path) -> bool:
+    """True if there is such a library, and nobody else could have written it."""
+    with suppress(OSError):
+        place = library.parent
+        return library.is_file() and all(map(code_directory.is_own, (place, *place.glob(f"{library.stem}.*"))))
+    return False
 
 
 def named(lines: Sequence[str]) -> str:
     """The name of what these lines determine on this machine, with the installed torch and purestep."""
     return hashlib.sha256("\n".join([_installed(), *lines]).encode()).hexdigest()
-
-
-def found(name: str) -> Entry | None:
-    """The entry of a name, if there is a whole one that nobody else could have written."""
-    for place in (_shared(), code_directory.private()):
-        entry = place / name
-        with suppress(OSError, ValueError):
-            if is_safe(place) and all(map(is_own, (entry, *entry.iterdir()))):
-                *facts, digest = json.loads((entry / LINE).read_text(encoding="utf-8"))
-                if digest == _digest(entry, facts):
-                    return Entry(str(entry / LIBRARY), facts)
-    return None
-
-
-def _built(name: str | None, build: Callable[[str], Sequence[Any]]) -> Entry:
-    code_directory.directory(whole=True)
-    place = _writable()
-    new = Path(tempfile.mkdtemp(prefix="purestep_", dir=place))  # of mode 0700
-    atexit.register(shutil.rmtree, new, ignore_errors=True)
-    with tempfile.TemporaryDirectory(dir=new) as work:
-        made = Path(work, LIBRARY)
-        facts = build(str(made))
-        made.rename(new / LIBRARY).chmod(0o700)
-        for calls in made.parent.glob("*.wrapper.json"):
-            calls.rename(new / CALLS).chmod(0o600)
-    with suppress(OSError):  # without an entry the next start only takes longer
-        if name is not None and place is not None:
-            (new / LINE).write_text(json.dumps([*facts, _digest(new, facts)]), encoding="utf-8")
-            (new / LINE).chmod(0o600)
-            new = _put(new, place / name)
-    return Entry(str(new / LIBRARY), facts)
-
-
-def _put(new: Path, entry: Path) -> Path:
-    """Rename a directory to an entry, and return where it is: another process may have been faster, and wins. A
-    damaged entry goes away."""
-    try:
-        return new.rename(entry)
-    except OSError:
-        if found(entry.name) is None:
-            shutil.rmtree(entry)
-            return new.rename(entry)
-        return new
-
-
-def _digest(entry: Path, facts: Sequence[Any]) -> str:
-    made = hashlib.sha256(json.dumps(list(facts)).encode())
-    for name in (LIBRARY, CALLS):
-        with suppress(FileNotFoundError):
-            made.update((entry / name).read_bytes())
-    return made.hexdigest()
-
-
-# --- directories ------------------------------------------------------------------------------------------------------
-
-
-def _shared() -> Path:
-    """The directory in inductor's cache."""
-    return code_directory.directory() / "purestep"
-
-
-def _writable() -> Path | None:
-    """The first directory that this user can write, and nobody else."""
-    for place in (_shared(), code_directory.private()):
-        with suppress(OSError):
-            place.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if is_safe(place) and os.access(place, os.W_OK):
-                return place
-    return None
 
 
 # --- dependencies of the code -----------------------------------------------------------------------------------------
@@ -145,7 +86,7 @@ def key(graph: GraphModule, options: Mapping[str, Any]) -> str | None:
         options: inductor's configuration in addition to the current one.
     """
     try:
-        if not all(_is_torchs(becomes) for operator, becomes in _tables() if graph_key.uses(graph, operator)):
+        if any(_is_used(graph, operator) and not _is_torchs(becomes) for operator, becomes in _tables()):
             raise graph_key.Unnamed("a user's decomposition or lowering")
         return named([*_surroundings(options), *graph_key.lines(graph)])
     except graph_key.Unnamed:
@@ -190,6 +131,13 @@ def _tables() -> Iterator[tuple[Any, Any]]:
         yield from getattr(sys.modules.get(module), name, {}).items()
 
 
+def _is_used(graph: GraphModule, operator: Any) -> bool:
+    """True if the code of a graph may call an operator: of torch, of purestep, or of the graph."""
+    if getattr(operator, "namespace", "") in ("aten", "prims", "purestep"):
+        return True
+    return any(node.target is operator for node in graph.graph.nodes)
+
+
 def _is_torchs(becomes: Any) -> bool:
     if isinstance(becomes, functools.partial):
         becomes = becomes.func  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
@@ -198,17 +146,12 @@ def _is_torchs(becomes: Any) -> bool:
 
 @functools.cache
 def _installed() -> str:
-    """Versions of torch, Python and the processor, and the files of the code that compiles a graph."""
-    roots = [Path(torch.__file__).parent / "_inductor", Path(__file__).parents[1]]
-    sources = sorted(file for root in roots for file in root.rglob("*") if file.suffix in (".py", ".cpp", ".h"))
+    """Versions of torch and Python, the processor, and the files of purestep that compile a graph."""
+    folder = Path(__file__).parents[1]
+    sources = sorted(file for file in folder.rglob("*") if file.suffix in (".py", ".cpp", ".h"))
     stats = [(str(file), (each := file.stat()).st_size, each.st_mtime_ns) for file in sources]
-    return repr((environment(), stats))
-
-
-def environment() -> str:
-    """Versions of torch and Python, and the processor."""
-    interpreter = (torch.__version__, torch.version.git_version, sysconfig.get_config_var("EXT_SUFFIX"))
-    return repr((interpreter, _processor(), torch.backends.cpu.get_cpu_capability()))
+    versions = (torch.__version__, torch.version.git_version, sysconfig.get_config_var("EXT_SUFFIX"))
+    return repr((versions, _processor(), torch.backends.cpu.get_cpu_capability(), stats))
 
 
 def _processor() -> str:

@@ -57,12 +57,12 @@ def loaded() -> ctypes.CDLL:
     """Load the library, whose functions the code of steps finds by their names; compile it once for a machine."""
     text = "\n".join(map(source, _SOURCES))
     found = code_cache.obtained(code_cache.named([text]), functools.partial(_build, text))
-    made = ctypes.CDLL(found.path, ctypes.RTLD_GLOBAL)
+    made = ctypes.CDLL(found, ctypes.RTLD_GLOBAL)
     made.purestep_held.restype = ctypes.c_int64
     return made
 
 
-def _build(text: str, library: str) -> tuple[()]:
+def _build(text: str, library: str) -> None:
     from torch._inductor import cpp_builder, cpu_vec_isa
 
     builders: Any = cpp_builder
@@ -71,4 +71,3 @@ def _build(text: str, library: str) -> tuple[()]:
     options = builders.CppTorchOptions(vec_isa=cpu_vec_isa.pick_vec_isa())
     builder = builders.CppBuilder(file.stem, str(file), options, str(file.parent))
     builder.build()
-    return ()

@@ -40,13 +40,6 @@ def lines(graph: GraphModule) -> list[str]:
     return found
 
 
-def uses(graph: GraphModule, operator: Any) -> bool:
-    """True if the code of a graph may call an operator: of torch, of purestep, or of the graph."""
-    if getattr(operator, "namespace", "") in ("aten", "prims", "purestep"):
-        return True
-    return any(node.target is operator for node in graph.graph.nodes)
-
-
 def text(value: Any, numbers: Mapping[Any, int] = MappingProxyType({})) -> str:
     """A value as text, which distinguishes 1, 1.0 and True.
 

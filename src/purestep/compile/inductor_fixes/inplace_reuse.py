@@ -9,7 +9,7 @@ after readers of a view of the weights stays.
 Private names: ``torch._inductor.config._post_fusion_custom_pass``, and of ``torch._inductor.scheduler`` ``users`` of a
 buffer, ``get_outputs`` and ``read_writes`` of a node, ``is_fake`` of a dependency.
 
-Without: the peak memory of a step is higher by its largest intermediate result (torch 2.13 and later; torch 2.11 has no
+Without: the peak memory of a step is higher by its largest intermediate result (torch 2.13 and 2.14; torch 2.11 has no
 passes over its schedule).
 
 Test: `test_inplace_reuse.py`, ``test_the_public_entry_of_inductor_has_the_pass_too``.

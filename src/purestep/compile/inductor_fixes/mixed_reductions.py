@@ -8,8 +8,8 @@ the concatenation has whatever was in the memory (torch 2.11 to 2.14; models wit
 (https://github.com/pytorch/pytorch/issues/193061). Here such a sum gets a fixed layout, so that inductor copies it into
 the concatenation.
 
-Test: `rigs/cuda_rehearsal/test_concatenation.py`, ``test_sums_that_are_parts_of_a_concatenation_are_read``, which reads
-inductor's code; on a GPU also `test_mixed_reductions.py`, ``test_a_graph_is_right``.
+Test: `tests/rigs/cuda_rehearsal/test_concatenation.py`, ``test_sums_that_are_parts_of_a_concatenation_are_read``, which
+reads inductor's code; on a GPU also `test_mixed_reductions.py`, ``test_a_graph_is_right``.
 """
 
 from __future__ import annotations

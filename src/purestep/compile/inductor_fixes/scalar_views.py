@@ -1,8 +1,8 @@
 """Computed scalars, materialized before larger tensors read them.
 
 Inductor recomputes a 0-d expression in each kernel that reads it: a bias correction once for every few parameters. A
-strided view needs memory, so it makes inductor compute the scalar once. From torch 2.13: inductor of torch 2.11 folds
-``1 * view`` and loses the view's offset if another view is taken of it.
+strided view needs memory, so it makes inductor compute the scalar once (torch 2.13 and 2.14). With torch 2.11 nothing
+is changed: its inductor folds ``1 * view`` and loses the view's offset if another view is taken of it.
 
 Test: `test_inductor_fixes.py`, ``test_a_scalar_is_computed_once``.
 """
