@@ -32,28 +32,16 @@ def locked() -> Generator[None]:
     minute the waiting thread warns and names the holder.
     """
     lock = _LOCK[0]  # a child forked meanwhile has another one
-    if lock._is_owned():  # by this thread
-        yield
-        return
+    while not lock.acquire(timeout=WARN_AFTER):
+        warnings.warn(
+            f"a thread has waited {WARN_AFTER:.0f} seconds for the global random generators: {lock!r} (cure: "
+            "let no dataset, loader or step wait for a thread that trains or evaluates)",
+            RuntimeWarning,
+            stacklevel=3,
+        )
     try:
-        try:
-            while not lock.acquire(timeout=WARN_AFTER):
-                warnings.warn(
-                    f"a thread has waited {WARN_AFTER:.0f} seconds for the global random generators: {lock!r} (cure: "
-                    "let no dataset, loader or step wait for a thread that trains or evaluates)",
-                    RuntimeWarning,
-                    stacklevel=3,
-                )
-            yield
-        finally:  # Ctrl-C may come between the acquisition and the next line
-            _release(lock)
-    except BaseException:  # or interrupt the release
-        _release(lock)
-        raise
-
-
-def _release(lock: Any) -> None:
-    if lock._is_owned():
+        yield
+    finally:
         lock.release()
 
 
@@ -88,15 +76,11 @@ def seeded(seed: int, device: torch.device | None = None) -> Generator[None]:
         generators = [torch.default_generator, *_device_generators(device)]
         states = [_state(generator) for generator in generators]
         try:
-            try:
-                for generator in generators:
-                    generator.manual_seed(seed)
-                yield
-            finally:
-                _restore(generators, states)
-        except BaseException:  # Ctrl-C may have interrupted the restoring
+            for generator in generators:
+                generator.manual_seed(seed)
+            yield
+        finally:
             _restore(generators, states)
-            raise
 
 
 def seed_with_restore(seed: int, device: torch.device | None = None) -> Callable[[], None]:

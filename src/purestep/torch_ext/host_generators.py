@@ -35,24 +35,15 @@ def scoped(number: int) -> Generator[None]:
     """
     bits, (numpys, pythons) = _global.get_bit_generator(), states()
     spare = _SPARES.pop() if _SPARES else np.random.MT19937()
-
-    def put_back() -> None:
+    try:
+        _global.set_bit_generator(spare)
+        seed(number)
+        yield
+    finally:
         _global.set_bit_generator(bits)  # nothing has advanced it in the meantime
         if numpys["has_gauss"]:  # the second of a pair of normal numbers, stored outside of the bit generator
             np.random.set_state(numpys)
         random.setstate(pythons)
-
-    try:
-        try:
-            _global.set_bit_generator(spare)
-            seed(number)
-            yield
-        finally:
-            put_back()
-    except BaseException:  # from the code inside, or from a signal while the state is restored
-        put_back()
-        raise
-    finally:
         _SPARES.append(spare)
 
 
