@@ -23,6 +23,8 @@ from .types import Tree
 
 TreeDef = optree.PyTreeSpec
 _SPACE = "purestep"  # optree requires a namespace for registered nodes
+_TOO_DEEP = "the tree is nested too deeply"
+_NO_CYCLE = "pass no dict or list that contains itself"
 
 
 def leaves(tree: Tree) -> list[Any]:
@@ -85,11 +87,7 @@ def map(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: Callable[[Any]
     try:
         return optree.tree_map(fn, tree, *rest, is_leaf=is_leaf, namespace=_SPACE)
     except RecursionError as error:
-        raise _too_deep(tree) from error
-
-
-def _path_text(accessor: optree.PyTreeAccessor) -> str:
-    return "/".join(_entry_text(entry) for entry in accessor)
+        raise StateError(_TOO_DEEP, where="tree", hint=_NO_CYCLE) from error
 
 
 def _entry_text(entry: Any) -> str:
@@ -114,26 +112,11 @@ def with_paths(tree: Tree, *, is_leaf: Callable[[Any], bool] | None = None) -> l
     try:
         accessors, found, _ = optree.tree_flatten_with_accessor(tree, is_leaf=is_leaf, namespace=_SPACE)
     except RecursionError as error:
-        raise _too_deep(tree) from error
-    return [(_path_text(accessor), leaf) for accessor, leaf in zip(accessors, found, strict=True)]
-
-
-def _too_deep(tree: Any) -> StateError:
-    found = _cycle(tree, "", ())
-    what = "the tree is nested too deeply" if found is None else "the tree contains itself here"
-    return StateError(what, where=found or "tree", hint="pass no dict or list that contains itself")
-
-
-def _cycle(node: Any, path: str, above: tuple[int, ...]) -> str | None:
-    """The path of the first container that contains itself."""
-    if not isinstance(node, dict | list | tuple) or len(above) > 100:
-        return None
-    if id(node) in above:
-        return path
-    names = getattr(type(node), "_fields", None) or range(len(cast(Any, node)))
-    items = cast(Any, node).items() if isinstance(node, dict) else zip(names, cast(Any, node), strict=True)
-    below = (_cycle(child, f"{path}/{key}" if path else str(key), (*above, id(node))) for key, child in items)
-    return next((found for found in below if found is not None), None)
+        raise StateError(_TOO_DEEP, where="tree", hint=_NO_CYCLE) from error
+    return [
+        ("/".join(_entry_text(entry) for entry in accessor), leaf)
+        for accessor, leaf in zip(accessors, found, strict=True)
+    ]
 
 
 def paths(tree: Tree) -> list[str]:
@@ -163,7 +146,7 @@ class Paths:
         try:
             found, treedef = flatten(tree)
         except RecursionError as error:
-            raise _too_deep(tree) from error
+            raise StateError(_TOO_DEEP, where="tree", hint=_NO_CYCLE) from error
         if self._known is None or self._known[0] != treedef:
             self._known = treedef, paths(tree)
         return self._known[1], found
@@ -345,7 +328,7 @@ def signature(tree: Tree) -> tuple[TreeDef, tuple[Any, ...]]:
     try:
         found, treedef = flatten(tree)
     except RecursionError as error:
-        raise _too_deep(tree) from error
+        raise StateError(_TOO_DEEP, where="tree", hint=_NO_CYCLE) from error
     return treedef, tuple(
         (() if x.is_nested else x.shape, x.dtype, x.device) if isinstance(x, Tensor) else (type(x), x) for x in found
     )
