@@ -44,8 +44,14 @@ def flatten(tree: Tree, *, is_leaf: Callable[[Any], bool] | None = None) -> tupl
         >>> found, treedef = flatten({"b": 2, "a": (1, None)})
         >>> found, unflatten(treedef, [10, 20])
         ([1, 2], {'b': 20, 'a': (10, None)})
+
+    Raises:
+        StateError: the tree is nested too deeply, as if a node contains itself.
     """
-    found, treedef = optree.tree_flatten(tree, is_leaf=is_leaf, namespace=_SPACE)
+    try:
+        found, treedef = optree.tree_flatten(tree, is_leaf=is_leaf, namespace=_SPACE)
+    except RecursionError as error:
+        raise StateError(_TOO_DEEP, where="tree", hint=_NO_CYCLE) from error
     return found, treedef
 
 
@@ -143,10 +149,7 @@ class Paths:
 
     def __call__(self, tree: Tree) -> tuple[list[str], list[Any]]:
         """The paths and the leaves. While the structure stays the same, the list of paths is the same object."""
-        try:
-            found, treedef = flatten(tree)
-        except RecursionError as error:
-            raise StateError(_TOO_DEEP, where="tree", hint=_NO_CYCLE) from error
+        found, treedef = flatten(tree)
         if self._known is None or self._known[0] != treedef:
             self._known = treedef, paths(tree)
         return self._known[1], found
@@ -325,10 +328,7 @@ def signature(tree: Tree) -> tuple[TreeDef, tuple[Any, ...]]:
         >>> signature((torch.ones(2), 3)) == signature((torch.zeros(2), 3)), signature(2) == signature(3)
         (True, False)
     """
-    try:
-        found, treedef = flatten(tree)
-    except RecursionError as error:
-        raise StateError(_TOO_DEEP, where="tree", hint=_NO_CYCLE) from error
+    found, treedef = flatten(tree)
     return treedef, tuple(
         (() if x.is_nested else x.shape, x.dtype, x.device) if isinstance(x, Tensor) else (type(x), x) for x in found
     )
