@@ -174,6 +174,8 @@ def unwrapped(value: Tensor) -> Tensor:
         >>> seen
         [[0, 1, 2]]
     """
+    if torch.compiler.is_dynamo_compiling():  # Dynamo cannot trace the functions below
+        return value
     while _functorch.is_functorch_wrapped_tensor(value):
         value = _functorch.get_unwrapped(value)
     return value
