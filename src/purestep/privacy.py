@@ -7,7 +7,6 @@ import math
 from typing import Annotated, Any, Literal, TypeAlias
 
 import torch
-from torch import Tensor
 
 from .analysis import chunks
 from .errors import ConfigError, StepContractError
@@ -15,7 +14,7 @@ from .metrics import mean as means
 from .metrics import merge
 from .state import at_least, in_range, known_keywords
 from .step import Micro, Parts, check_divisible, finite_mean, parts_for, wide
-from .types import Form, Mean, Metrics, Params, Program, TrainState
+from .types import Form, Mean, Metrics, Program, TrainState
 
 _Noise: TypeAlias = Annotated[float, in_range(0.0, ends="[)")]
 
@@ -89,46 +88,33 @@ def dp_sgd(
         params = form.expand(state.params)
         named = state._replace(params=params)
         total = {name: torch.zeros(p.shape, dtype=wide(p.dtype), device=p.device) for name, p in params.items()}
-        metrics = _empty(state.step.device)
+        zero = torch.zeros((), dtype=torch.float32, device=state.step.device)
+        metrics: Metrics = {"loss": Mean(zero, zero), "clipped": Mean(zero, zero)}
         rows = 0
         for chunk in chunks(parts, named, batch, context, chunk_size=chunk_size, train=True, where=where):
             factors = (max_norm / (chunk.norms + 1e-6)).clamp(max=1.0)
             for name, grad in chunk.grads.items():
                 total[name] = total[name] + torch.einsum("n,n...->...", factors.to(grad.dtype), grad)
             rows += chunk.norms.shape[0]
-            metrics = merge(metrics, _metrics(chunk.losses, chunk.weights, factors, chunk.metrics))
+            if "clipped" in chunk.metrics:
+                text = "privacy.dp_sgd has a metric of this name"
+                raise StepContractError(text, where="metrics/clipped", hint="choose another name")
+            loss = Mean((means.at_least_float32(chunk.losses) * chunk.weights).sum(), chunk.weights.sum())
+            clipped = Mean((factors < 1).float().sum(), torch.ones_like(factors, dtype=torch.float32).sum())
+            metrics = merge(metrics, {**chunk.metrics, "loss": loss, "clipped": clipped})
         size = expected_batch_size or max(1, rows)
         loss = metrics["loss"]
         metrics = {name: means.with_sums(mean, *finite_mean(*mean)) for name, mean in metrics.items()}
         metrics |= {name: Mean(value, torch.ones_like(value)) for name, value in parts.values_at(state).items()}
-        one = torch.ones((), dtype=torch.float32, device=state.step.device)
+        one = torch.ones_like(zero)
         mean = torch.where(loss.weight > 0, loss.total / loss.weight, torch.zeros_like(loss.total))
-        grads = {name: (grad / size).to(params[name].dtype) for name, grad in _noised(total).items()}
+        if noise_multiplier:  # not randn * std: one operation rounds as Opacus does
+            std = noise_multiplier * max_norm
+            total = {name: grad + torch.empty_like(grad).normal_(0.0, std) for name, grad in total.items()}
+        grads = {name: (grad / size).to(params[name].dtype) for name, grad in total.items()}
         return Micro(form.collect(grads), mean, one, state.buffers, metrics, frozenset(), one)
 
-    def _noised(total: Params) -> Params:
-        if noise_multiplier == 0:
-            return total
-        # Not randn * std: one operation rounds as Opacus does.
-        std = noise_multiplier * max_norm
-        return {name: grad + torch.empty_like(grad).normal_(0.0, std) for name, grad in total.items()}
-
     return parts.with_gradients(gradients)
-
-
-def _empty(device: torch.device) -> Metrics:
-    zero = torch.zeros((), dtype=torch.float32, device=device)
-    return {"loss": Mean(zero, zero), "clipped": Mean(zero, zero)}
-
-
-def _metrics(losses: Tensor, weights: Tensor, factors: Tensor, own: Metrics) -> Metrics:
-    if "clipped" in own:
-        raise StepContractError(
-            "privacy.dp_sgd has a metric of this name", where="metrics/clipped", hint="choose another name"
-        )
-    clipped, ones = (factors < 1).float().sum(), torch.ones_like(factors, dtype=torch.float32).sum()
-    total = (means.at_least_float32(losses) * weights).sum()
-    return {**own, "loss": Mean(total, weights.sum()), "clipped": Mean(clipped, ones)}
 
 
 @known_keywords

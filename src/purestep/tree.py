@@ -23,6 +23,8 @@ from .types import Tree
 
 TreeDef = optree.PyTreeSpec
 _SPACE = "purestep"  # optree requires a namespace for registered nodes
+_TOO_DEEP = "the tree is nested too deeply"
+_NO_CYCLE = "pass no dict or list that contains itself"
 
 
 def leaves(tree: Tree) -> list[Any]:
@@ -42,8 +44,14 @@ def flatten(tree: Tree, *, is_leaf: Callable[[Any], bool] | None = None) -> tupl
         >>> found, treedef = flatten({"b": 2, "a": (1, None)})
         >>> found, unflatten(treedef, [10, 20])
         ([1, 2], {'b': 20, 'a': (10, None)})
+
+    Raises:
+        StateError: the tree is nested too deeply, as if a node contains itself.
     """
-    found, treedef = optree.tree_flatten(tree, is_leaf=is_leaf, namespace=_SPACE)
+    try:
+        found, treedef = optree.tree_flatten(tree, is_leaf=is_leaf, namespace=_SPACE)
+    except RecursionError as error:
+        raise StateError(_TOO_DEEP, where="tree", hint=_NO_CYCLE) from error
     return found, treedef
 
 
@@ -85,11 +93,7 @@ def map(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: Callable[[Any]
     try:
         return optree.tree_map(fn, tree, *rest, is_leaf=is_leaf, namespace=_SPACE)
     except RecursionError as error:
-        raise _too_deep(tree) from error
-
-
-def _path_text(accessor: optree.PyTreeAccessor) -> str:
-    return "/".join(_entry_text(entry) for entry in accessor)
+        raise StateError(_TOO_DEEP, where="tree", hint=_NO_CYCLE) from error
 
 
 def _entry_text(entry: Any) -> str:
@@ -114,26 +118,11 @@ def with_paths(tree: Tree, *, is_leaf: Callable[[Any], bool] | None = None) -> l
     try:
         accessors, found, _ = optree.tree_flatten_with_accessor(tree, is_leaf=is_leaf, namespace=_SPACE)
     except RecursionError as error:
-        raise _too_deep(tree) from error
-    return [(_path_text(accessor), leaf) for accessor, leaf in zip(accessors, found, strict=True)]
-
-
-def _too_deep(tree: Any) -> StateError:
-    found = _cycle(tree, "", ())
-    what = "the tree is nested too deeply" if found is None else "the tree contains itself here"
-    return StateError(what, where=found or "tree", hint="pass no dict or list that contains itself")
-
-
-def _cycle(node: Any, path: str, above: tuple[int, ...]) -> str | None:
-    """The path of the first container that contains itself."""
-    if not isinstance(node, dict | list | tuple) or len(above) > 100:
-        return None
-    if id(node) in above:
-        return path
-    names = getattr(type(node), "_fields", None) or range(len(cast(Any, node)))
-    items = cast(Any, node).items() if isinstance(node, dict) else zip(names, cast(Any, node), strict=True)
-    below = (_cycle(child, f"{path}/{key}" if path else str(key), (*above, id(node))) for key, child in items)
-    return next((found for found in below if found is not None), None)
+        raise StateError(_TOO_DEEP, where="tree", hint=_NO_CYCLE) from error
+    return [
+        ("/".join(_entry_text(entry) for entry in accessor), leaf)
+        for accessor, leaf in zip(accessors, found, strict=True)
+    ]
 
 
 def paths(tree: Tree) -> list[str]:
@@ -160,10 +149,7 @@ class Paths:
 
     def __call__(self, tree: Tree) -> tuple[list[str], list[Any]]:
         """The paths and the leaves. While the structure stays the same, the list of paths is the same object."""
-        try:
-            found, treedef = flatten(tree)
-        except RecursionError as error:
-            raise _too_deep(tree) from error
+        found, treedef = flatten(tree)
         if self._known is None or self._known[0] != treedef:
             self._known = treedef, paths(tree)
         return self._known[1], found
@@ -342,10 +328,7 @@ def signature(tree: Tree) -> tuple[TreeDef, tuple[Any, ...]]:
         >>> signature((torch.ones(2), 3)) == signature((torch.zeros(2), 3)), signature(2) == signature(3)
         (True, False)
     """
-    try:
-        found, treedef = flatten(tree)
-    except RecursionError as error:
-        raise _too_deep(tree) from error
+    found, treedef = flatten(tree)
     return treedef, tuple(
         (() if x.is_nested else x.shape, x.dtype, x.device) if isinstance(x, Tensor) else (type(x), x) for x in found
     )

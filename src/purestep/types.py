@@ -246,10 +246,6 @@ class Missed(NamedTuple):
     counts: Tensor  # shape=(n,), dtype=int64: in the order of the sorted names
 
 
-def _same_names(names: frozenset[str]) -> dict[str, str]:
-    return {name: name for name in sorted(names)}
-
-
 class Share(NamedTuple):
     """The rows of a batch that one of several processes computes.
 
@@ -306,7 +302,8 @@ class Form(NamedTuple):
 
     expand: Callable[[Params], Params]  # stored -> named, as views
     collect: Callable[[Params], Params]  # named -> stored; named gradients, where an exchange reduces them
-    unreached: Callable[[frozenset[str]], dict[str, str]] = _same_names  # names without a gradient -> stored names
+    # Names without a gradient -> stored names.
+    unreached: Callable[[frozenset[str]], dict[str, str]] = lambda names: {name: name for name in sorted(names)}
     exchange: Exchange | None = None  # None: one process
     shown: Callable[[Params], Params] = lambda params: params  # expanded -> ``model.params`` of an objective
     # An eager step may write into the memory of parameters, optimizer state and average; it calls this before it does.

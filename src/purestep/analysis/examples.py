@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import reduce
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -80,6 +81,8 @@ def chunks(
         return grads, (torch.where(counts, loss, torch.zeros_like(loss)), weight, sums)
 
     is_mapped = [isinstance(leaf, Tensor) and leaf.dim() > 0 for leaf in leaves]
+    # Recurrent layers add to a hidden state in place, which vmap allows only if the result of the operation before it
+    # was mapped too: the parameters are mapped as views with one row for each example.
     copied = any(isinstance(module, nn.RNNBase | nn.RNNCellBase) for module in parts.module.modules())
     in_dims = (0 if copied else None, [0 if each else None for each in is_mapped])
     mapped = torch.func.vmap(one, in_dims=in_dims, randomness="different")
@@ -94,7 +97,9 @@ def chunks(
             explained(where, _MAPPED),
             plain_functions.differentiable() if state.step.device.type == "cpu" else nullcontext(),
         ):
-            params = _expanded(state.params, min(chunk_size, rows - start)) if copied else state.params
+            params, count = state.params, min(chunk_size, rows - start)
+            if copied:
+                params = {name: p.expand(count, *p.shape) for name, p in params.items()}
             grads, (losses, weights, sums) = mapped(params, given)
         metrics = {
             name: means.with_sums(kinds[name], total.sum(0), weight.sum(0))
@@ -102,13 +107,8 @@ def chunks(
             else Mean(total.sum(0), weight.sum(0))
             for name, (total, weight) in sums.items()
         }
-        yield Chunk(grads, losses, weights, _norms(grads), metrics)
-
-
-def _expanded(params: Params, count: int) -> Params:
-    """Views with one row for each example. Torch's recurrent layers add to a hidden state in place, which vmap allows
-    only if the result of the operation before it was mapped too."""
-    return {name: p.expand(count, *p.shape) for name, p in params.items()}
+        squares = (grad.to(wide(grad.dtype)).flatten(1).square().sum(1) for grad in grads.values())
+        yield Chunk(grads, losses, weights, reduce(torch.add, squares).sqrt(), metrics)
 
 
 def _rows(leaves: list[Any], device: torch.device) -> tuple[list[Any], int]:
@@ -134,15 +134,6 @@ def _rows(leaves: list[Any], device: torch.device) -> tuple[list[Any], int]:
             hint="pass tensors with one row for each example, and other tensors as context",
         )
     return leaves, sizes[0]
-
-
-def _norms(grads: Params) -> Tensor:
-    total = None
-    for grad in grads.values():
-        squares = grad.to(wide(grad.dtype)).flatten(1).square().sum(1)
-        total = squares if total is None else total + squares
-    assert total is not None  # a program trains at least one parameter
-    return total.sqrt()
 
 
 def _check_modules(root: nn.Module, where: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -12,8 +12,8 @@ from .. import tree
 from ..errors import ConfigError
 from ..optim import global_norm
 from ..state import at_least, known_keywords
-from ..step import Parts, check_divisible, check_state, drawn_in_step, microbatch, parts_for
-from ..types import Params, Program, TrainState
+from ..step import check_divisible, check_state, drawn_in_step, microbatch, parts_for
+from ..types import Program, TrainState
 from .examples import chunks
 
 
@@ -71,50 +71,25 @@ def gradient_noise_scale(
             raise ConfigError("there is no batch", where=where, hint="pass (state, batch)")
 
         def of_batch(batch: Any) -> tuple[Tensor, Tensor, Tensor]:
-            rows = microbatch.count_rows(tree.dicts(batch))
-            if rows < 2:
+            """The trace, the squared norm, and True if they are defined: two gradients have a weight."""
+            if microbatch.count_rows(tree.dicts(batch)) < 2:
                 raise ConfigError("a batch of one row has no spread", where=where, hint="pass more rows")
-            return _estimates(_examples(parts, state, batch, context, chunk_size, train))
+            total: Any = None  # sums of w * g, of w^2 * |g|^2, of the weights w, and of the examples that have one
+            for chunk in chunks(parts, state, batch, context, chunk_size=chunk_size, train=train, where=where):
+                weights = chunk.weights.to(chunk.norms.dtype)
+                grads = {name: torch.einsum("n,n...->...", weights.to(g.dtype), g) for name, g in chunk.grads.items()}
+                sums = grads, (weights * chunk.norms).square().sum(), weights.sum(), (weights > 0).sum()
+                total = sums if total is None else tree.map(torch.add, total, sums)
+            grads, squares, weight, number = total
+            mean = global_norm(grads) / weight
+            variance = (squares * (number / weight).square() - number * mean.square()) / (number - 1)
+            return variance, mean.square() - variance / number, number > 1
 
         def run() -> NoiseScale:
-            found = [of_batch(batch) for batch in batches]
-            *columns, counts = (torch.stack(column) for column in zip(*found, strict=True))
+            *columns, counts = (torch.stack(column) for column in zip(*(of_batch(b) for b in batches), strict=True))
             trace, squared = (torch.where(counts, column, 0).sum() / counts.sum() for column in columns)
             return NoiseScale(trace / squared, trace, squared)
 
         return drawn_in_step(state, run)
 
     return estimate
-
-
-class _Sums(NamedTuple):
-    """Sums over some gradients g with weights w."""
-
-    grads: Params  # sum of w * g
-    squares: Tensor  # shape=(): sum of w^2 * |g|^2
-    weights: Tensor  # shape=(): sum of w
-    number: Tensor  # shape=(): how many have a weight
-
-
-def _estimates(found: Iterator[_Sums]) -> tuple[Tensor, Tensor, Tensor]:
-    """The trace of the covariance of single examples, the squared norm of the true gradient, and True if these are
-    defined: at least two gradients have a weight.
-    """
-    total = next(found)
-    for each in found:
-        total = tree.map(torch.add, total, each)
-    mean = global_norm(total.grads) / total.weights
-    squares = total.squares * (total.number / total.weights).square()
-    variance = (squares - total.number * mean.square()) / (total.number - 1)
-    return variance, mean.square() - variance / total.number, total.number > 1
-
-
-def _examples(
-    parts: Parts, state: TrainState, batch: Any, context: tuple[Any, ...], chunk_size: int | None, train: bool
-) -> Iterator[_Sums]:
-    where = "gradient_noise_scale"
-    for chunk in chunks(parts, state, batch, context, chunk_size=chunk_size, train=train, where=where):
-        weights = chunk.weights.to(chunk.norms.dtype)
-        grads = {name: torch.einsum("n,n...->...", weights.to(g.dtype), g) for name, g in chunk.grads.items()}
-        squares = (weights * chunk.norms).square().sum()
-        yield _Sums(grads, squares, weights.sum(), (weights > 0).sum())

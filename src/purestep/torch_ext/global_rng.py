@@ -20,52 +20,28 @@ _LOCK: list[Any] = [RLock()]  # a list, so that a forked child can replace the l
 
 @contextmanager
 def locked() -> Generator[None]:
-    """Keep the other threads of this process out of `locked` and `seeded`.
-
-    Example:
-        >>> with locked(), locked():
-        ...     print("the lock is reentrant")
-        the lock is reentrant
+    """Keep the other threads of this process out of `locked` and `seeded`. The lock is reentrant.
 
     The lock also protects the weightless copy of a module while it is traced or called. A thread that holds the lock
     and waits for a thread that needs it (a loader whose batches come from a thread that trains) waits for ever; after a
     minute the waiting thread warns and names the holder.
     """
     lock = _LOCK[0]  # a child forked meanwhile has another one
-    if lock._is_owned():  # by this thread
-        yield
-        return
+    while not lock.acquire(timeout=WARN_AFTER):
+        warnings.warn(
+            f"a thread has waited {WARN_AFTER:.0f} seconds for the global random generators: {lock!r} (cure: "
+            "let no dataset, loader or step wait for a thread that trains or evaluates)",
+            RuntimeWarning,
+            stacklevel=3,
+        )
     try:
-        try:
-            while not lock.acquire(timeout=WARN_AFTER):
-                warnings.warn(
-                    f"a thread has waited {WARN_AFTER:.0f} seconds for the global random generators: {lock!r} (cure: "
-                    "let no dataset, loader or step wait for a thread that trains or evaluates)",
-                    RuntimeWarning,
-                    stacklevel=3,
-                )
-            yield
-        finally:  # Ctrl-C may come between the acquisition and the next line
-            _release(lock)
-    except BaseException:  # or interrupt the release
-        _release(lock)
-        raise
-
-
-def _release(lock: Any) -> None:
-    if lock._is_owned():
+        yield
+    finally:
         lock.release()
 
 
 def replace_lock() -> None:
-    """Call this in a forked child: the thread that held the lock does not exist there.
-
-    Example:
-        >>> replace_lock()
-        >>> with locked():
-        ...     print("acquired")
-        acquired
-    """
+    """Call this in a forked child: the thread that held the lock does not exist there."""
     _LOCK[0] = RLock()
 
 
@@ -73,100 +49,55 @@ def replace_lock() -> None:
 def seeded(seed: int, device: torch.device | None = None) -> Generator[None]:
     """Seed torch's generators inside the block and restore them after it; see `rng.scoped`.
 
-    Example:
-        >>> before = cpu_state()
-        >>> with seeded(7):
-        ...     _ = torch.rand(())
-        >>> cpu_state() == before
-        True
-
     Args:
         seed: an int in [0, 2**63).
         device: also seed this device's generator. None or the CPU: seed the CPU's alone.
     """
     with locked():
-        generators = [torch.default_generator, *_device_generators(device)]
-        states = [_state(generator) for generator in generators]
+        restore = _seed(seed, device)
         try:
-            try:
-                for generator in generators:
-                    generator.manual_seed(seed)
-                yield
-            finally:
-                _restore(generators, states)
-        except BaseException:  # Ctrl-C may have interrupted the restoring
-            _restore(generators, states)
-            raise
+            yield
+        finally:
+            restore()
 
 
 def seed_with_restore(seed: int, device: torch.device | None = None) -> Callable[[], None]:
-    """Seed torch's generators and return a function that restores them. The lock is free in between.
-
-    Example:
-        >>> before = cpu_state()
-        >>> restore = seed_with_restore(3)
-        >>> _ = torch.rand(())
-        >>> restore()
-        >>> cpu_state() == before
-        True
-
-    Args:
-        seed, device: as in `seeded`.
-    """
+    """As `seeded`, and return a function that restores the generators. The lock is free in between."""
     with locked():
-        generators = [torch.default_generator, *_device_generators(device)]
-        states = [_state(generator) for generator in generators]
-        for generator in generators:
-            generator.manual_seed(seed)
+        restore = _seed(seed, device)
 
-    def restore() -> None:
+    def with_lock() -> None:
         with locked():
-            _restore(generators, states)
+            restore()
 
-    return restore
+    return with_lock
+
+
+def _seed(seed: int, device: torch.device | None) -> Callable[[], None]:
+    generators = [torch.default_generator, *_device_generators(device)]
+    states = [_state(generator) for generator in generators]
+    for generator in generators:
+        generator.manual_seed(seed)
+    return lambda: _restore(generators, states)
 
 
 def seed_cpu(number: int) -> None:
-    """Seed the CPU's generator. Call it inside `seeded`, which restores it.
-
-    Example:
-        >>> with seeded(7):
-        ...     first = torch.rand(())
-        ...     seed_cpu(7)
-        ...     bool(torch.rand(()) == first)
-        True
-    """
+    """Seed the CPU's generator. Call it inside `seeded`, which restores it."""
     torch.default_generator.manual_seed(number)
 
 
 def cpu_seed() -> int:
-    """The number that the CPU's generator was last seeded with.
-
-    Example:
-        >>> with seeded(7):
-        ...     cpu_seed()
-        7
-    """
+    """The number that the CPU's generator was last seeded with."""
     return torch.default_generator.initial_seed()
 
 
 def cpu_state() -> bytes:
-    """The state of the CPU's generator; every draw and every seeding changes it.
-
-    Example:
-        >>> cpu_state() == cpu_state()
-        True
-    """
+    """The state of the CPU's generator; every draw and every seeding changes it."""
     return torch.default_generator.get_state().numpy().tobytes()  # bytes compare in a third of torch.equal's time
 
 
 def torch_states() -> list[Tensor]:
-    """The states of torch's generators: the CPU's and every CUDA device's.
-
-    Example:
-        >>> torch_states()[0].dtype
-        torch.uint8
-    """
+    """The states of torch's generators: the CPU's and every CUDA device's."""
     states = [torch.default_generator.get_state()]
     return states + (list(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else [])
 

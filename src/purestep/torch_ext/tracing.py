@@ -31,7 +31,7 @@ _functorch: Any = importlib.import_module("torch._C._functorch")
 _forward: Any = importlib.import_module("torch.autograd.forward_ad")
 
 _capturing: ContextVar[bool] = ContextVar("capturing", default=False)
-
+_rehearsing: ContextVar[bool] = ContextVar("rehearsing", default=False)
 
 LIBRARIES = (torch.__file__.rpartition("__init__")[0], __file__.rpartition("torch_ext")[0])
 """The directories of torch and of purestep."""
@@ -54,88 +54,46 @@ def user_line(error: BaseException) -> str:
 
 def in_graph() -> bool:
     """True while a graph is captured, by purestep or by a user's `torch.compile`. Do not seed then: in a trace a seed
-    would be a constant, and Dynamo cannot capture seeding.
-
-    Example:
-        >>> in_graph()
-        False
-    """
+    would be a constant, and Dynamo cannot capture seeding."""
     return torch.compiler.is_dynamo_compiling() or _capturing.get()
 
 
-@contextmanager
-def capturing() -> Generator[None]:
-    """Make `in_graph` return True inside the block.
+def in_rehearsal() -> bool:
+    """True while a step runs on copies, to learn whether it runs. Collectives do not communicate then: the other
+    processes make no such call."""
+    return _rehearsing.get()
 
-    Example:
-        >>> with capturing():
-        ...     in_graph()
-        True
-    """
-    token = _capturing.set(True)
+
+def capturing() -> AbstractContextManager[None]:
+    """Make `in_graph` return True inside the block."""
+    return _true(_capturing)
+
+
+def rehearsal() -> AbstractContextManager[None]:
+    """Make `in_rehearsal` return True inside the block."""
+    return _true(_rehearsing)
+
+
+@contextmanager
+def _true(flag: ContextVar[bool]) -> Generator[None]:
+    token = flag.set(True)
     try:
         yield
     finally:
-        _capturing.reset(token)
-
-
-_rehearsing: ContextVar[bool] = ContextVar("rehearsing", default=False)
+        flag.reset(token)
 
 
 def constant_in_graph(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """As `torch.compiler.assume_constant_result`, without loading Dynamo: in a user's `torch.compile` the function is
-    called once, and its result is a constant of the graph.
-
-    Example:
-        >>> @constant_in_graph
-        ... def name_of(kind: type) -> str:
-        ...     return kind.__name__
-        >>> name_of(int)
-        'int'
-    """
+    called once, and its result is a constant of the graph."""
     function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
     return function
 
 
 def break_in_graph(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """As `torch.compiler.disable`, without loading Dynamo: a user's `torch.compile` runs the function between graphs.
-
-    Example:
-        >>> @break_in_graph
-        ... def doubled(x: int) -> int:
-        ...     return 2 * x
-        >>> doubled(3)
-        6
-    """
+    """As `torch.compiler.disable`, without loading Dynamo: a user's `torch.compile` calls it between two graphs."""
     function._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
     return function
-
-
-def in_rehearsal() -> bool:
-    """True while a graph runs on copies, to learn whether it runs. Collectives do not communicate then: the other
-    processes make no such call.
-
-    Example:
-        >>> in_rehearsal()
-        False
-    """
-    return _rehearsing.get()
-
-
-@contextmanager
-def rehearsal() -> Generator[None]:
-    """Make `in_rehearsal` return True inside the block.
-
-    Example:
-        >>> with rehearsal():
-        ...     in_rehearsal()
-        True
-    """
-    token = _rehearsing.set(True)
-    try:
-        yield
-    finally:
-        _rehearsing.reset(token)
 
 
 def transformed() -> bool:
@@ -216,9 +174,9 @@ def unwrapped(value: Tensor) -> Tensor:
         >>> seen
         [[0, 1, 2]]
     """
-    while not torch.compiler.is_dynamo_compiling() and _functorch.is_functorch_wrapped_tensor(
-        value
-    ):  # it warns of that
+    if torch.compiler.is_dynamo_compiling():  # it warns of the functions below
+        return value
+    while _functorch.is_functorch_wrapped_tensor(value):
         value = _functorch.get_unwrapped(value)
     return value
 
@@ -242,13 +200,7 @@ def is_mapped(value: Tensor) -> bool:
 
 def has_parts(types: Iterable[type]) -> bool:
     """True if a dispatch mode is called for a DTensor. It should return NotImplemented: the DTensor then calls the
-    operators on its part, for which the mode is called too.
-
-    Example:
-        >>> import torch
-        >>> has_parts((torch.Tensor,))
-        False
-    """
+    operators on its part, for which the mode is called too."""
     return any(kind.__name__ == "DTensor" for kind in types)
 
 
@@ -273,13 +225,7 @@ def is_random(operator: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
 def no_recurrent_kernel() -> Generator[None]:
     """Run or trace an LSTM as matrix products inside the block. oneDNN's kernel has no rule for `torch.func.vmap`, and
     the size of its workspace is unknown before a real call. Convolutions of a graph choose their kernel later, when
-    they are compiled.
-
-    Example:
-        >>> with no_recurrent_kernel():
-        ...     torch._C._get_mkldnn_enabled()
-        False
-    """
+    they are compiled."""
     was_on = _C._get_mkldnn_enabled()
     _C._set_mkldnn_enabled(False)  # torch.backends.mkldnn.flags warns of TF32
     try:
