@@ -23,8 +23,6 @@ from .types import Tree
 
 TreeDef = optree.PyTreeSpec
 _SPACE = "purestep"  # optree requires a namespace for registered nodes
-_TOO_DEEP = "the tree is nested too deeply"
-_NO_CYCLE = "pass no dict or list that contains itself"
 
 
 def leaves(tree: Tree) -> list[Any]:
@@ -51,7 +49,7 @@ def flatten(tree: Tree, *, is_leaf: Callable[[Any], bool] | None = None) -> tupl
     try:
         found, treedef = optree.tree_flatten(tree, is_leaf=is_leaf, namespace=_SPACE)
     except RecursionError as error:
-        raise StateError(_TOO_DEEP, where="tree", hint=_NO_CYCLE) from error
+        raise _too_deep(tree) from error
     return found, treedef
 
 
@@ -93,7 +91,7 @@ def map(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: Callable[[Any]
     try:
         return optree.tree_map(fn, tree, *rest, is_leaf=is_leaf, namespace=_SPACE)
     except RecursionError as error:
-        raise StateError(_TOO_DEEP, where="tree", hint=_NO_CYCLE) from error
+        raise _too_deep(tree) from error
 
 
 def _entry_text(entry: Any) -> str:
@@ -118,11 +116,29 @@ def with_paths(tree: Tree, *, is_leaf: Callable[[Any], bool] | None = None) -> l
     try:
         accessors, found, _ = optree.tree_flatten_with_accessor(tree, is_leaf=is_leaf, namespace=_SPACE)
     except RecursionError as error:
-        raise StateError(_TOO_DEEP, where="tree", hint=_NO_CYCLE) from error
+        raise _too_deep(tree) from error
     return [
         ("/".join(_entry_text(entry) for entry in accessor), leaf)
         for accessor, leaf in zip(accessors, found, strict=True)
     ]
+
+
+def _too_deep(tree: Any) -> StateError:
+    found = _cycle(tree, "", ())
+    what = "the tree is nested too deeply" if found is None else "the tree contains itself here"
+    return StateError(what, where=found or "tree", hint="pass no dict or list that contains itself")
+
+
+def _cycle(node: Any, path: str, above: tuple[int, ...]) -> str | None:
+    """The path of the first container that contains itself."""
+    if not isinstance(node, dict | list | tuple) or len(above) > 100:
+        return None
+    if id(node) in above:
+        return path
+    names = getattr(type(node), "_fields", None) or range(len(cast(Any, node)))
+    items = cast(Any, node).items() if isinstance(node, dict) else zip(names, cast(Any, node), strict=True)
+    below = (_cycle(child, f"{path}/{key}" if path else str(key), (*above, id(node))) for key, child in items)
+    return next((found for found in below if found is not None), None)
 
 
 def paths(tree: Tree) -> list[str]:

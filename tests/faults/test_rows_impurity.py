@@ -282,7 +282,7 @@ def test_row_47_a_compiled_step_returns_its_metrics_on_one_device() -> None:
     def step(state: Any, batch: Any) -> Any:
         return state, {"loss": ONE, "hits": ps.Mean(torch.ones(()), torch.ones((), device="meta"))}
 
-    with pytest.raises(StepContractError, match=r"^metrics: .*'loss' on cpu, the weight of 'hits' on meta \(cure: "):
+    with pytest.raises(StepContractError, match=r"^train_step: .*'loss' on cpu, the weight of 'hits' on meta \(cure: "):
         train(step, compile=AOT, check_every=None)
 
 

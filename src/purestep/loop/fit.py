@@ -530,6 +530,11 @@ class _Run:
         self.state = None
         place, directory = "no snapshot has an earlier one", self.checkpointer.directory
         if directory is not None:
+            try:
+                if self.decisions.rank == 0:
+                    self.checkpointer.wait()
+            except SnapshotError as failed:
+                _log.warning("the last snapshot is not saved: %s", failed)
             place = f"the same call of fit goes on from the last snapshot in {directory}, if there is one"
         call = self.loop.calls + 1
         note = f"the state was donated at step {call}, which failed and may have written half of it: {place}"

@@ -183,7 +183,7 @@ def _is_mean(value: Any) -> bool:
 
 
 def _is_real(value: Any) -> bool:
-    plain = isinstance(value, Tensor) and value.layout is torch.strided and value.device.type != "meta"
+    plain = isinstance(value, Tensor) and value.layout is torch.strided
     return plain and not (value.is_complex() or value.is_quantized or value.is_nested)
 
 
