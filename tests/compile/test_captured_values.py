@@ -45,6 +45,14 @@ class Own:
         return weighed(model, batch, self.weight)
 
 
+class Helped(Own):
+    def __call__(self, model: Any, batch: Any) -> ps.Loss:
+        return self.loss(model, batch)
+
+    def loss(self, model: Any, batch: Any) -> ps.Loss:
+        return weighed(model, batch, self.weight)
+
+
 class Warm(nn.Linear):
     temperature = 0.0
 
@@ -96,10 +104,19 @@ def _closure() -> Any:
 
 
 def _default() -> Any:
-    def objective(model: Any, batch: Any, weight: float = 0.0) -> ps.Loss:
-        return weighed(model, batch, weight)
+    def objective(model: Any, batch: Any, config: Config = CONFIG) -> ps.Loss:
+        return weighed(model, batch, config.weight)
 
-    return objective, lambda: setattr(objective, "__defaults__", (5.0,))
+    return objective, lambda: setattr(CONFIG, "weight", 5.0)
+
+
+def _method_called() -> Any:
+    own = Helped()
+    return own, lambda: setattr(own, "weight", 5.0)
+
+
+def _class_attribute() -> Any:
+    return lambda model, batch: weighed(model, batch, Config.weight), lambda: setattr(Config, "weight", 5.0)
 
 
 def _attribute() -> Any:
@@ -124,7 +141,7 @@ def _smoothing() -> Any:
 
 PLACES = [
     _global_number, _global_tensor, _dataclass, _item, _list, _namespace, _closure, _default, _attribute, _method,
-    _criterion, _smoothing,
+    _criterion, _smoothing, _method_called, _class_attribute,
 ]  # fmt: skip
 
 
@@ -132,7 +149,7 @@ PLACES = [
 def _as_it_was() -> Any:  # pyright: ignore[reportUnusedFunction]
     yield
     globals().update(WEIGHT=0.0, TENSOR=torch.tensor(0.0))
-    CONFIG.weight = TABLE["weight"] = BOX[0] = SPACE.weight = Warm.temperature = 0.0
+    Config.weight = CONFIG.weight = TABLE["weight"] = BOX[0] = SPACE.weight = Warm.temperature = 0.0
 
 
 def batch() -> Any:
@@ -234,8 +251,8 @@ def _watched(objective: Any) -> tuple[CapturedValues, list[int]]:
     watched = CapturedValues(ps.program(warm(), objective, ps.optim.sgd(0.1)).train_step)
     watched()
     looks = list[int]()
-    look = watched._text_of
-    watched._text_of = lambda places: (looks.append(1), look(places))[1]  # pyright: ignore[reportAttributeAccessIssue]
+    look = watched._take
+    watched._take = lambda places: (looks.append(1), look(places))[1]  # pyright: ignore[reportAttributeAccessIssue]
     return watched, looks
 
 
@@ -254,10 +271,9 @@ def test_a_global_named_like_an_attribute_is_not_watched():
 
 def test_what_is_gone_and_what_comes_is_a_change():
     table, space, holder = {"a": 1.0, "b": 2.0}, [3.0, 4.0], types.SimpleNamespace(weight=5.0)
-    late: float
 
-    def objective(model: Any, batch: Any, *, weight: float = 6.0) -> ps.Loss:
-        return weighed(model, batch, table["a"] + space[1] + holder.weight + weight + late)
+    def objective(model: Any, batch: Any) -> ps.Loss:
+        return weighed(model, batch, table["a"] + space[1] + holder.weight)
 
     watched, looks = _watched(objective)
     text = watched()
@@ -265,17 +281,13 @@ def test_what_is_gone_and_what_comes_is_a_change():
         lambda: table.pop("a"),
         lambda: space.pop(),
         lambda: delattr(holder, "weight"),
-        lambda: objective.__kwdefaults__.update(weight=7.0),
-        lambda: objective.__kwdefaults__.clear(),
+        lambda: table.update(c=6.0),
     ):
         assert watched() is text
         change()
         assert watched() != text
         text = watched()
-    assert len(looks) == 5
-    late = 8.0  # was unbound
-    assert watched() != text
-    assert len(looks) == 6
+    assert len(looks) == 4
 
 
 @pytest.mark.parametrize("times", [1, 17])

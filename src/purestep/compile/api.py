@@ -44,7 +44,7 @@ def compile_step(
     batch (of a teacher in the objective's closure, a table) is an input of the graph: each call reads it as it is, so
     writes in place, ``load_state_dict`` and ``tensor.data.copy_`` count. Numbers and objects are constants of the
     graph. If another one is assigned to a name that the code of the objective or of a user-defined step reads (a
-    variable of its closure, a global, a default), or one level below it (an item of a dict or list, an attribute, a
+    variable of its closure, a global), or one level below it or a default (an item of a dict or list, an attribute, a
     tensor or layer of a module), the step is compiled again, with one warning. What lies deeper, such as a number that
     a function called by the objective reads, stays what it was at the first call. A step that writes a tensor outside,
     stores one there or reads its value (``float(scale)``) is refused.

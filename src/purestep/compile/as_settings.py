@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -9,7 +10,7 @@ from typing import Any, Literal
 from ..errors import ConfigError
 from ..state import nearest
 from ..step import counting, static_of
-from ..types import Device, EvalStep, Metrics, Program, Tree
+from ..types import Device, EvalStep, Program, Tree
 from .api import compile_program, evaluates_again
 from .capture import Uncaptured
 from .compiled_step import CompiledStep
@@ -68,7 +69,7 @@ def prepared(
     =============  ======  ===================================================
     ``wanted``     device  train step
     =============  ======  ===================================================
-    "auto"         cuda    compiled, and eager after Uncaptured (`_Fallback`)
+    "auto"         cuda    compiled, and eager after Uncaptured (`_or_eager`)
     "auto"         other   eager
     False          any     eager
     True, options  any     compiled (`CompiledStep`)
@@ -101,11 +102,11 @@ def prepared(
     if wanted != "auto":
         return compiled
     assert isinstance(compiled.train_step, CompiledStep)
-    fallback = _Fallback(say)
+    say_once = functools.cache(say)  # of the three functions
     return compiled._replace(
-        train_step=fallback.of(compiled.train_step.call, counting(eager.train_step)),
-        flush=fallback.of(compiled.flush, eager.flush),
-        eval_step=fallback.of_eval(compiled.eval_step, eager.eval_step),
+        train_step=_or_eager(compiled.train_step.call, counting(eager.train_step), say_once),
+        flush=_or_eager(compiled.flush, eager.flush, say_once),
+        eval_step=_eval_or_eager(compiled.eval_step, eager.eval_step, say_once),
     )
 
 
@@ -132,55 +133,33 @@ def _checked_options(given: Mapping[str, Any]) -> Mapping[str, Any]:
     return given
 
 
-class _Fallback:
-    """Functions that call the compiled one, and the eager one after the first Uncaptured, which a compiled function
-    raises before it writes.
+def _or_eager(compiled: Callable[..., Any], eager: Callable[..., Any], say: Callable[[str], Any]) -> Callable[..., Any]:
+    """Return a function that calls the compiled one, and the eager one from the first Uncaptured on, which a compiled
+    function raises before it writes."""
+    chosen = compiled
 
-    Args:
-        say: as in `prepared`.
-    """
+    def call(state: Tree, *batch: Any, **named: Any) -> Any:
+        nonlocal chosen
+        try:
+            return chosen(state, *batch, **named)
+        except Uncaptured as error:
+            reason = str(error).partition("\n")[0]
+        result = eager(state, *batch, **named)
+        say(reason)
+        chosen = eager
+        vars(call)["fell_back"] = True
+        return result
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
-        self._said = set[str]()  # reasons, for all functions of a program
+    vars(call)["compiled"] = getattr(compiled, "__self__", compiled)
+    return call
 
-    def of(self, compiled: Callable[..., Any], eager: Callable[..., Any]) -> Callable[..., Any]:
-        """Return such a function.
 
-        Args:
-            compiled: raises Uncaptured only before it writes into the state.
-            eager: the same function.
-        """
-        chosen = compiled
-
-        def call(state: Tree, *batch: Any, **named: Any) -> Any:
-            nonlocal chosen
-            try:
-                return chosen(state, *batch, **named)
-            except Uncaptured as error:
-                reason = str(error).partition("\n")[0]
-            result = eager(state, *batch, **named)
-            if reason not in self._said:
-                self._said.add(reason)
-                self._say(reason)
-            chosen = eager
-            vars(call)["fell_back"] = True
-            return result
-
-        vars(call)["compiled"] = getattr(compiled, "__self__", compiled)
-        return call
-
-    def of_eval(self, compiled: EvalStep | None, eager: EvalStep | None) -> EvalStep | None:
-        """Return such an eval_step."""
-        if compiled is None or eager is None:
-            return None
-        both = self.of(compiled, eager if takes_index(eager) else lambda state, *batch, index: eager(state, *batch))
-
-        def eval_step(state: Tree, *batch: Any, index: int = 0) -> Metrics:
-            return both(state, *batch, index=index)
-
-        vars(eval_step)["compiled"] = compiled
-        carrying = getattr(compiled, "carrying", None)
-        if carrying is not None:
-            vars(eval_step)["carrying"] = carrying._replace(step=self.of(carrying.step, carrying.step.eager))
-        return eval_step
+def _eval_or_eager(compiled: EvalStep | None, eager: EvalStep | None, say: Callable[[str], Any]) -> EvalStep | None:
+    """`_or_eager` of an eval_step."""
+    if compiled is None or eager is None:
+        return None
+    indexed = eager if takes_index(eager) else lambda state, *batch, index=0: eager(state, *batch)
+    call, carrying = _or_eager(compiled, indexed, say), getattr(compiled, "carrying", None)
+    if carrying is not None:
+        vars(call)["carrying"] = carrying._replace(step=_or_eager(carrying.step, carrying.step.eager, say))
+    return call

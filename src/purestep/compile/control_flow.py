@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -93,16 +93,13 @@ def aliased_inputs_allowed() -> Generator[None]:
         yield
         return
     before = kind.has_aliasing
-    kind.has_aliasing = _ignore_input_aliasing(before)
+
+    def has_aliasing(tracer: Any) -> Any:
+        found = before(tracer)
+        return dataclasses.replace(found, has_aliasing=False) if found.msg.startswith("Input-to-input") else found
+
+    kind.has_aliasing = has_aliasing
     try:
         yield
     finally:
         kind.has_aliasing = before
-
-
-def _ignore_input_aliasing(true: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def has_aliasing(tracer: Any) -> Any:
-        found = true(tracer)
-        return dataclasses.replace(found, has_aliasing=False) if found.msg.startswith("Input-to-input") else found
-
-    return has_aliasing

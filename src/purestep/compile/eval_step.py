@@ -25,7 +25,7 @@ from .sizes import Met
 
 def takes_index(eval_step: EvalStep) -> bool:
     """True if an eval_step has a parameter for the number of the batch."""
-    if isinstance(eval_step, CompiledEval):
+    if isinstance(getattr(eval_step, "compiled", eval_step), CompiledEval):
         return True
     try:
         return "index" in inspect.signature(eval_step).parameters

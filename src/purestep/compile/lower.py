@@ -83,7 +83,12 @@ def functional(graph: GraphModule, inputs: Sequence[Tensor], options: Mapping[st
             raise NotLowered("a kernel may change the size of its argument")
         if control_flow.operators(graph):
             raise NotLowered("higher-order operators")
-        yield Functional(fx_passes.checked(_functional(graph, fakes, mode)), fakes, mode)
+        if not fx_passes.is_functional(graph):
+            with mode:
+                graph = traced(torch.func.functionalize(graph, remove="mutations"), fakes)
+        if not fx_passes.is_functional(graph):
+            raise NotLowered("writes in place cannot be moved to the end")
+        yield Functional(fx_passes.checked(fx_passes.writing_last(graph)), fakes, mode)
 
 
 def compiled(given: Functional, *, cpp_wrapper: bool) -> Callable[[list[Tensor]], Any]:
@@ -111,16 +116,6 @@ def compiled(given: Functional, *, cpp_wrapper: bool) -> Callable[[list[Tensor]]
             is_inference=True,
             cpp_wrapper=cpp_wrapper,
         )
-
-
-def _functional(graph: GraphModule, fakes: Sequence[Tensor], mode: Any) -> GraphModule:
-    """Move all in-place writes of a graph to its end."""
-    if not fx_passes.is_functional(graph):
-        with mode:
-            graph = traced(torch.func.functionalize(graph, remove="mutations"), fakes)
-    if not fx_passes.is_functional(graph):
-        raise NotLowered("writes in place cannot be moved to the end")
-    return fx_passes.writing_last(graph)
 
 
 _BY_LAYOUT = (

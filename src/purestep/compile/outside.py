@@ -66,41 +66,7 @@ def _is_memory(leaf: Any) -> bool:
     return is_plain and not (leaf.is_quantized or leaf.is_conj() or leaf.is_neg())
 
 
-class _Writes(Mode):
-    """Mode that finds writes of tensors outside, and of views of such tensors."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if tracing.has_parts(types):
-            return NotImplemented
-        if not isinstance(func, OpOverload):  # a higher-order operator
-            return func(*args, **(kwargs or {}))
-        schema: Any = func._schema  # pyright: ignore[reportPrivateUsage]
-        given = dict(zip((each.name for each in schema.arguments), args, strict=False)) | (kwargs or {})
-        if given.get("training", True):  # else statistics are read
-            for argument in schema.arguments:
-                is_written = argument.alias_info is not None and argument.alias_info.is_write
-                if is_written or argument.name in _STATISTICS:
-                    for leaf in filter(self.is_outside, _listed(given.get(argument.name))):
-                        self.wrote(leaf)
-        made = func(*args, **(kwargs or {}))
-        viewed = [given.get(argument.name) for argument in schema.arguments if argument.alias_info is not None]
-        self.made(func, [leaf for value in viewed for leaf in _listed(value)], _listed(made))
-        return made
-
-    def is_outside(self, value: Any) -> bool:
-        """True for a tensor outside."""
-        raise NotImplementedError
-
-    def wrote(self, leaf: Tensor) -> None:
-        """Called before a tensor outside is written."""
-        raise NotImplementedError
-
-    def made(self, func: Any, viewed: Sequence[Any], results: Sequence[Any]) -> None:
-        """Called with an operator, the arguments of which its results may be views, and the results."""
-        raise NotImplementedError
-
-
-class Unwritten(_Writes):
+class Unwritten(Mode):
     """Mode of a trace that refuses writes of tensors besides the function's own, and reads of their values: a graph
     would hold one number.
 
@@ -111,46 +77,65 @@ class Unwritten(_Writes):
 
     def __init__(self) -> None:
         super().__init__()
-        self._views: dict[int, Tensor] = {}  # by their storage
+        self._views: dict[int, Tensor] = {}  # of tensors outside, by their storage
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and self.is_outside(args[0]):
+        if tracing.has_parts(types):
+            return NotImplemented
+        if func is torch.ops.aten._local_scalar_dense.default and self._is_outside(args[0]):
             from torch._subclasses import fake_tensor
 
             raise fake_tensor.DataDependentOutputException(func)
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        changed, viewed = _arguments(func, args, kwargs or {})
+        for leaf in filter(self._is_outside, changed):
+            what, where, hint = written(leaf)
+            raise StepContractError(f"the step {what}", where=where, hint=hint)
+        made = func(*args, **(kwargs or {}))
+        if any(map(self._is_outside, viewed)):
+            self._views |= {_storage(view): view for view in _listed(made) if isinstance(view, Tensor)}
+        return made
 
-    def is_outside(self, value: Any) -> bool:
+    def _is_outside(self, value: Any) -> bool:
         return _is_memory(value) or (isinstance(value, Tensor) and _storage(value) in self._views)
 
-    def wrote(self, leaf: Tensor) -> None:
-        """Raise StepContractError with the line."""
-        what, where, hint = written(leaf)
-        raise StepContractError(f"the step {what}", where=where, hint=hint)
 
-    def made(self, func: Any, viewed: Sequence[Any], results: Sequence[Any]) -> None:
-        if any(map(self.is_outside, viewed)):
-            self._views |= {_storage(view): view for view in results if isinstance(view, Tensor)}
-
-
-class Writes(_Writes):
+class Writes(Mode):
     """Mode of an eager call that collects its writes of tensors that were there before."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found: dict[int, tuple[Tensor, tuple[str, str, str]]] = {}
         """by storage: the tensor, which keeps it alive, and the result of `written`"""
-        self._own: set[int] = set()  # storages that the call has allocated
+        self._own: set[int] = {0}  # storages that the call has allocated
 
-    def is_outside(self, value: Any) -> bool:
-        return isinstance(value, Tensor) and _storage(value) not in (0, *self._own)
-
-    def wrote(self, leaf: Tensor) -> None:
-        self.found.setdefault(_storage(leaf), (leaf, written(leaf)))
-
-    def made(self, func: Any, viewed: Sequence[Any], results: Sequence[Any]) -> None:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if tracing.has_parts(types):
+            return NotImplemented
+        changed, viewed = _arguments(func, args, kwargs or {})
+        for leaf in changed:
+            if isinstance(leaf, Tensor) and _storage(leaf) not in self._own:
+                self.found.setdefault(_storage(leaf), (leaf, written(leaf)))
+        made = func(*args, **(kwargs or {}))
         there = set() if func in _LITERALS else {_storage(leaf) for leaf in viewed if isinstance(leaf, Tensor)}
-        self._own |= {_storage(leaf) for leaf in results if isinstance(leaf, Tensor)} - there
+        self._own |= {_storage(leaf) for leaf in _listed(made) if isinstance(leaf, Tensor)} - there
+        return made
+
+
+def _arguments(func: Any, args: Any, kwargs: Any) -> tuple[list[Any], list[Any]]:
+    """The arguments that an operator writes, and those of which its results may be views."""
+    if not isinstance(func, OpOverload):  # a higher-order operator
+        return [], []
+    schema: Any = func._schema  # pyright: ignore[reportPrivateUsage]
+    given = dict(zip((each.name for each in schema.arguments), args, strict=False)) | kwargs
+    is_training = given.get("training", True)  # else statistics are read
+    changed, viewed = list[Any](), list[Any]()
+    for argument in schema.arguments:
+        alias, leaves = argument.alias_info, _listed(given.get(argument.name))
+        if is_training and (argument.name in _STATISTICS or (alias is not None and alias.is_write)):
+            changed += leaves
+        if alias is not None:
+            viewed += leaves
+    return changed, viewed
 
 
 def _listed(value: Any) -> Sequence[Any]:
