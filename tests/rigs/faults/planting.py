@@ -1,6 +1,6 @@
 """Directories of runs that somebody has prepared: no code of theirs runs, no byte outside is touched or printed,
-nothing waits, and memory stays in bounds. Each is restored, saved into, shown, verified and reported; replay files and
-compiled code in it are read.
+nothing waits, and memory stays in bounds. Each is restored, saved into, shown, verified and reported; compiled code in
+it is read.
 
     PYTHONPATH=src python -m tests.rigs.faults.planting --cases 200     # a table: kind, cases, largest memory
 """
