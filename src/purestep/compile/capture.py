@@ -376,5 +376,5 @@ def failed(error: Exception) -> Uncaptured:
     return Uncaptured(
         f"torch cannot compile the step: {type(error).__name__}: {met}",
         where=_where(error),
-        hint=f"correct or remove this line; or {EAGER_CURE}",
+        hint=f"correct this call or remove it; or {EAGER_CURE}",
     )
