@@ -288,12 +288,9 @@ def _check_elementwise(tx: Any, leaves: Sequence[Leaf]) -> None:
 def _units(
     in_units: Mapping[str, list[Leaf]], sharding: Sharding, splits: Mapping[str, tensor_parallel.Split]
 ) -> dict[str, blocks.Unit]:
-    def wrapped(named: Params) -> Params:
-        return tensor_parallel.as_dtensors(named, splits, meshes.axis_mesh("tensor")) if splits else named
-
     def unit(name: str, leaves: list[Leaf]) -> blocks.Unit:
         named = tuple((leaf.name.removeprefix(f"{name}."), leaf.part(sharding.tensor)) for leaf in leaves)
-        return blocks.Unit(name, named, sharding.width, wrapped)
+        return blocks.Unit(name, named, sharding.width, lambda named: tensor_parallel.as_dtensors(named, splits))
 
     return {name: unit(name, leaves) for name, leaves in in_units.items()}
 
@@ -436,17 +433,16 @@ class _Distributed:
             return named | placement.by_name(cuts, wholes)
 
         def expand(stored: Params) -> Params:
-            named = gathered(packed.expand(stored), self._cuts)
-            return tensor_parallel.as_dtensors(named, splits, meshes.axis_mesh("tensor")) if splits else named
+            return tensor_parallel.as_dtensors(gathered(packed.expand(stored), self._cuts), splits)
 
         def collect(named: Params) -> Params:
-            named = tensor_parallel.as_parts(named, self._splits) if self._splits else named
+            named = tensor_parallel.as_parts(named, self._splits)
             return named if self._cuts else packed.collect(named)  # pieces are collected once they are reduced
 
         def reduce(grads: Params) -> Params:
             return packed.collect(self._reduced(grads)) if self._cuts else self._reduced(grads)
 
-        shown = functools.partial(blocks.Shown, hidden=self._hidden) if self._hidden else packed.shown
+        shown: Any = functools.partial(blocks.Shown, hidden=self._hidden) if self._hidden else packed.shown
         exchange = self.exchange._replace(reduce=reduce)
         return Form(
             expand, collect, packed.unreached, exchange, shown, frozen=lambda named: gathered(named, self._frozen)
