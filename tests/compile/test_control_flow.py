@@ -256,8 +256,10 @@ class Broken(Operand):
         raise LookupError("nothing to look up")
 
 
-def test_an_error_of_the_step_itself_stays_what_it_is():
+def test_an_error_of_the_step_itself_is_told_with_its_line():
     program = program_of(Broken())
-    with pytest.raises(LookupError, match="nothing to look up"):
+    with pytest.raises(
+        ps.errors.StepContractError, match=r"test_control_flow.py:\d+: .*LookupError: nothing to look up"
+    ):
         ps.compile_step(program.train_step, backend="aot_eager")(program.init(), batch_of())
     works()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import rng, tree
+from .. import rng
 from ..errors import PurestepError, StepContractError
 from ..torch_ext import draws, global_rng, host_generators, tracing
 from . import backends, code_directory, control_flow, fx_passes, inductor_fixes, recurrent_layers, sizes
@@ -370,27 +370,11 @@ def _where(error: BaseException) -> str:
     return f"a {layers[-1]}" if layers else "step"
 
 
-def capture_error(error: Exception, core: Callable[..., Any], tensors: list[Tensor], leaves: list[Any]) -> Exception:
-    """The error to raise after a trace failed: the step's own if it fails in eager mode too, else Uncaptured.
-
-    Args:
-        error: raised by the trace.
-        core: the captured function; called once, on copies.
-        tensors: of the state; not written.
-        leaves: of the batch.
-    """
-    if isinstance(error, PurestepError | MemoryError):
-        return error
-    copies = [tensor.clone() for tensor in tensors]
-    # Collectives do not communicate: the other processes make no such call.
-    with tracing.capturing(), tracing.rehearsal(), torch.no_grad(), rng.scoped(_CAPTURE_SEED, tree.device(tensors)):
-        try:
-            core(copies, leaves)
-        except Exception as own:
-            return own
+def failed(error: Exception) -> Uncaptured:
+    """The error to raise after torch's trace, or the compiler, has failed for a reason without a name of its own."""
     met = next(iter(str(error).strip().splitlines()), "")
     return Uncaptured(
-        f"torch cannot trace the step, which runs in eager mode: {type(error).__name__}: {met}",
+        f"torch cannot compile the step: {type(error).__name__}: {met}",
         where=_where(error),
-        hint=f"remove this line, or {EAGER_CURE}",
+        hint=f"correct this call or remove it; or {EAGER_CURE}",
     )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..errors import PurestepError, StepContractError
+from ..errors import PurestepError
 from . import capture, fx_passes, sizes
 from .buffers import Slots
 from .capture import exclusive, log
@@ -233,10 +233,12 @@ class Graphs:
             run, traits, outside = capture.compile_graph(
                 flat, inputs, backend=self.options.backend, options=self.options.options
             )
+        except (PurestepError, MemoryError, torch.OutOfMemoryError):
+            raise
         except Exception as error:
-            raise capture.capture_error(error, core, tensors, leaves) from error.__cause__
+            raise capture.failed(error) from error
         self.count += 1
-        return _compiled(run, traits, outside, core, where, len(leaves), *found)
+        return _compiled(run, traits, outside, where, len(leaves), *found)
 
     def _compile_general(
         self, core: Any, decided_by: list[sizes.Layouts], leaves: list[Any], tensors: list[Tensor]
@@ -263,7 +265,7 @@ class Graphs:
             return none
         run, traits, outside, fits = made
         self.count += 1
-        graph = _compiled(run, traits, outside, core, where, len(example), *found)
+        graph = _compiled(run, traits, outside, where, len(example), *found)
         return _GeneralGraph(decided_by, graph, lambda batch: fits([batch[index] for index in where]))
 
 
@@ -295,17 +297,12 @@ def _compiled(
     run: capture.Compiled,
     traits: capture.Traits,
     outside: list[Tensor],
-    core: Callable[..., Any],
     where: list[int],
     count: int,
     treedef: tree.TreeDef,
     is_scalar: list[bool],
 ) -> CompiledGraph:
-    """A graph whose calls rebuild the result's tree from one vector of scalars and the other tensors.
-
-    If a call fails, and the eager step breaks its contract, it raises that error. A trace cannot see a buffer that a
-    kernel resizes (fake quantization with a scale for each channel); inductor's code asserts its size.
-    """
+    """A graph whose calls rebuild the result's tree from one vector of scalars and the other tensors."""
     all_tensors, build = len(where) == count, builder(treedef, is_scalar)
 
     def call(tensors: list[Tensor], batch: list[Any], outside: list[Tensor]) -> Any:
@@ -313,12 +310,8 @@ def _compiled(
         try:
             return build(run([*tensors, *inputs, *outside]))
         except Exception as error:
-            if isinstance(error, PurestepError | torch.OutOfMemoryError):
-                raise
-            own = capture.capture_error(error, core, tensors, batch)
-            if isinstance(own, StepContractError) and not isinstance(own, capture.Uncaptured):
-                raise own from error
-            error.add_note(_explanation(str(error)))
+            if not isinstance(error, PurestepError | torch.OutOfMemoryError):
+                error.add_note(_explanation(str(error)))
             raise
 
     return CompiledGraph(call, outside, signature(outside), *traits)

@@ -40,8 +40,8 @@ def write(path: Path | str, state: Tree, batch: Any, notes: Mapping[str, Any]) -
     Args:
         path: the file.
         state: a tree of tensors.
-        batch: dicts, lists, tuples, NamedTuples, dataclasses and other nodes (`tree.attributes`) of
-            tensors, numeric arrays, numbers, text and None.
+        batch: dicts, lists, tuples, NamedTuples, dataclasses and other nodes (`tree.attributes`) of dense tensors,
+            numeric arrays, numbers, text and None.
         notes: JSON values.
 
     Raises:
@@ -76,7 +76,7 @@ def read(path: Path | str, like: Tree, device: torch.device | str = "cpu") -> In
 
     Raises:
         NotFound: the file does not exist.
-        Corrupt: a digest differs, or the parts of a sparse or nested tensor do not fit together.
+        Corrupt: a digest differs, or an entry does not fit its bytes.
         Mismatch: the state has another structure.
     """
     about, tensors = _opened(Path(path))

@@ -14,7 +14,17 @@ from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from .. import data, events, files, parallel
-from ..compile import LiveState, MetricVector, as_dict, eager_program, is_compiled, released, set_batch_sizes, states
+from ..compile import (
+    LiveState,
+    MetricVector,
+    Uncaptured,
+    as_dict,
+    eager_program,
+    is_compiled,
+    released,
+    set_batch_sizes,
+    states,
+)
 from ..errors import NonFiniteError, SnapshotError, StateError, StepContractError
 from ..metrics import handed_out
 from ..snapshot import Snapshots
@@ -505,7 +515,8 @@ class _Run:
         Of several processes one alone may have failed, or be gone: nothing is saved, since that takes all of them. An
         error while saving becomes a note on ``error``, which it must not hide.
         """
-        if not self.loop.calls or self._has_saved or is_at_once(error) or isinstance(error, _UNTRUSTED):
+        is_whole = isinstance(error, Uncaptured) or not isinstance(error, _UNTRUSTED)
+        if not self.loop.calls or self._has_saved or is_at_once(error) or not is_whole:
             return
         if self.decisions.size > 1:
             error.add_note(

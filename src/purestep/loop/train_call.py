@@ -98,7 +98,8 @@ class TrainCall:
             files.failpoint("loop.step")
         except BaseException as error:
             self._note_failure(error, state)
-            if isinstance(error, PurestepError) or not isinstance(error, Exception):
+            names_place = isinstance(error, PurestepError) and not isinstance(error, compile_.Uncaptured)
+            if names_place or not isinstance(error, Exception):
                 raise
             if self._anomalies and "returned nan values" in str(error):  # torch's message
                 raise _anomaly(f"{error} (its forward call is in the warning above)", state, batch, loop) from error

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, library
 
-from ..torch_ext import tracing
 from . import mesh as meshes
 from .processes import answered
 
@@ -94,8 +93,6 @@ def _width(axis: str) -> int:
 def _all_reduce(value: Tensor, op: str, axis: str, after: Tensor | None = None) -> Tensor:
     del after
     found = value.clone(memory_format=torch.contiguous_format)
-    if tracing.in_rehearsal():
-        return found
     group, kind = meshes.group(axis), dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
     with answered("all_reduce"):
         dist.all_reduce(found, kind, group=group)
@@ -111,8 +108,6 @@ def _(value: Tensor, op: str, axis: str, after: Tensor | None = None) -> Tensor:
 @library.custom_op("purestep::all_gather", mutates_args=())
 def _all_gather(value: Tensor, width: int, axis: str, after: Tensor | None = None) -> Tensor:
     del after
-    if tracing.in_rehearsal():
-        return torch.cat([value] * width)
     found = value.new_empty((value.shape[0] * width, *value.shape[1:]))
     group = meshes.group(axis)
     with answered("all_gather"):
@@ -129,8 +124,6 @@ def _(value: Tensor, width: int, axis: str, after: Tensor | None = None) -> Tens
 @library.custom_op("purestep::reduce_scatter", mutates_args=())
 def _reduce_scatter(value: Tensor, width: int, axis: str, after: Tensor | None = None) -> Tensor:
     del after
-    if tracing.in_rehearsal():
-        return value[: value.shape[0] // width].clone()
     found = value.new_empty((value.shape[0] // width, *value.shape[1:]))
     group = meshes.group(axis)
     with answered("reduce_scatter"):

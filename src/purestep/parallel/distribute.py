@@ -137,16 +137,15 @@ def distribute(
     ways = joined_buffers.ways_of(static.module, whole.buffers, buffers)
     sharding = placement.sharding_of(whole, is_cut, mesh, dims)
     trained = [leaf for leaf in sharding.leaves if leaf.is_trained]
-    is_compared = static.tx.elementwise and (
-        all(leaf.is_whole for leaf in trained) or _check_elementwise(static.tx, trained)
-    )
+    if static.tx.elementwise and not all(leaf.is_whole for leaf in trained):
+        _check_elementwise(static.tx, trained)
     in_units = blocks.leaves_of(unit_names, sharding.leaves, static.ties)
     if in_units:
         inner = _changed(inner, blocks.gathering(_units(in_units, sharding, splits)))
 
     hidden = frozenset(leaf.name for leaves in in_units.values() for leaf in leaves)
     own = _Distributed(program, inner, mesh, sharding, splits, hidden, ways, mixes=is_synced or bool(in_units))
-    own.cuts_first = is_compared and own.is_made_of_pieces(whole)
+    own.cuts_first = static.tx.elementwise and own.is_made_of_pieces(whole)
     steps = inner.made.steps(own.form(Form(lambda stored: stored, lambda named: named)))
     fixed = static._replace(
         made=static.made._replace(
@@ -246,11 +245,9 @@ def _check_mesh(mesh: Mesh, params: Any, tensor: Any, *, cuts: bool) -> None:
         )
 
 
-def _check_elementwise(tx: Any, leaves: Sequence[Leaf]) -> bool:
-    """Compare the updates of whole parameters with those of their pieces, on small tensors of the same names.
-
-    Returns:
-        False if a user's function does not take these.
+def _check_elementwise(tx: Any, leaves: Sequence[Leaf]) -> None:
+    """Compare the updates of whole parameters with those of their pieces, on small tensors of the same names. A user's
+    function that does not take these is not checked.
 
     Raises:
         ConfigError: they differ.
@@ -278,7 +275,7 @@ def _check_elementwise(tx: Any, leaves: Sequence[Leaf]) -> bool:
     try:
         differing = differs(1.0) or differs(1e60)  # large gradients: clipping by any bound changes them
     except Exception:  # of a user's function, which may be made for the very shapes of this model
-        return False
+        return
     if differing:
         raise ConfigError(
             f"the transformation says that it is elementwise, but its update of a piece of {differing[0]} differs from "
@@ -286,18 +283,14 @@ def _check_elementwise(tx: Any, leaves: Sequence[Leaf]) -> bool:
             where=_WHERE,
             hint="set elementwise=False, so that it gets whole tensors",
         )
-    return True
 
 
 def _units(
     in_units: Mapping[str, list[Leaf]], sharding: Sharding, splits: Mapping[str, tensor_parallel.Split]
 ) -> dict[str, blocks.Unit]:
-    def wrapped(named: Params) -> Params:
-        return tensor_parallel.as_dtensors(named, splits, meshes.axis_mesh("tensor")) if splits else named
-
     def unit(name: str, leaves: list[Leaf]) -> blocks.Unit:
         named = tuple((leaf.name.removeprefix(f"{name}."), leaf.part(sharding.tensor)) for leaf in leaves)
-        return blocks.Unit(name, named, sharding.width, wrapped)
+        return blocks.Unit(name, named, sharding.width, lambda named: tensor_parallel.as_dtensors(named, splits))
 
     return {name: unit(name, leaves) for name, leaves in in_units.items()}
 
@@ -440,17 +433,16 @@ class _Distributed:
             return named | placement.by_name(cuts, wholes)
 
         def expand(stored: Params) -> Params:
-            named = gathered(packed.expand(stored), self._cuts)
-            return tensor_parallel.as_dtensors(named, splits, meshes.axis_mesh("tensor")) if splits else named
+            return tensor_parallel.as_dtensors(gathered(packed.expand(stored), self._cuts), splits)
 
         def collect(named: Params) -> Params:
-            named = tensor_parallel.as_parts(named, self._splits) if self._splits else named
+            named = tensor_parallel.as_parts(named, self._splits)
             return named if self._cuts else packed.collect(named)  # pieces are collected once they are reduced
 
         def reduce(grads: Params) -> Params:
             return packed.collect(self._reduced(grads)) if self._cuts else self._reduced(grads)
 
-        shown = functools.partial(blocks.Shown, hidden=self._hidden) if self._hidden else packed.shown
+        shown: Any = functools.partial(blocks.Shown, hidden=self._hidden) if self._hidden else packed.shown
         exchange = self.exchange._replace(reduce=reduce)
         return Form(
             expand, collect, packed.unreached, exchange, shown, frozen=lambda named: gathered(named, self._frozen)

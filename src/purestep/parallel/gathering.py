@@ -91,14 +91,13 @@ def _check_rows(value: Tensor, counts: Tensor | None, after: Tensor | None = Non
     """Check in a graph that each process has as many rows. Returns a number that only gives the next collective its
     place."""
     del after
-    if not tracing.in_rehearsal():
-        sizes = _sizes(value, counts)
-        if min(sizes) < max(sizes):
-            raise RankError(
-                f"the numbers of rows differ in a compiled step: {sizes}, by process",
-                where=_WHERE,
-                hint="a batch size that the number of processes divides, with drop_last=True; or compile=False",
-            )
+    sizes = _sizes(value, counts)
+    if min(sizes) < max(sizes):
+        raise RankError(
+            f"the numbers of rows differ in a compiled step: {sizes}, by process",
+            where=_WHERE,
+            hint="a batch size that the number of processes divides, with drop_last=True; or compile=False",
+        )
     return value.new_zeros(())
 
 

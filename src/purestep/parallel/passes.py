@@ -88,7 +88,7 @@ def meet(name: str) -> None:
     Raises:
         RankError: the names differ.
     """
-    if tracing.in_graph() or tracing.in_rehearsal():
+    if tracing.in_graph():
         return
     _names.append(name)
     if current().is_checked and not tracing.transformed():

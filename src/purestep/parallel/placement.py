@@ -211,32 +211,33 @@ def all_gathered(entries: list[Entry], width: int, *, differentiable: bool = Fal
     """Whole tensors of pieces. ``differentiable``: gradients are summed over the processes of the axis "shard", and
     each gets its pieces."""
     gather = collectives.gathered if differentiable else collectives.all_gather
+    rows = _gathered_rows(entries, "shard", width, gather)
+    return [_whole(leaf, each, width) for (leaf, _), each in zip(entries, rows, strict=True)]
+
+
+def _gathered_parts(entries: list[Entry], count: int) -> list[Tensor]:
+    """Whole tensors of the parts of layers that ``count`` processes of the axis "tensor" hold."""
+    found: list[Tensor] = []
+    rows = _gathered_rows(entries, "tensor", count, collectives.all_gather)
+    for (leaf, own), each in zip(entries, rows, strict=True):
+        sizes = [own.shape[dim] for dim in leaf.order]
+        found.append(torch.cat([_unpermuted(leaf, row.reshape(sizes)) for row in each], leaf.tensor))
+    return found
+
+
+def _gathered_rows(
+    entries: list[Entry], axis: str, width: int, gather: Callable[[Tensor, str], Tensor]
+) -> list[Tensor]:
+    """The flat tensors of all processes of an axis: for each entry (width, numbers of one process)."""
 
     def one_dtype(chosen: list[Entry]) -> list[Tensor]:
         flats = [part.permute(leaf.order).reshape(-1) for leaf, part in chosen]
         dtype = flats[0].dtype
         if dtype.itemsize > 1:
-            found = gather(torch.cat(flats), "shard")
+            found = gather(torch.cat(flats), axis)
         else:  # quantized weights: backends do not send float8
-            found = gather(torch.cat([flat.view(torch.uint8) for flat in flats]), "shard").view(dtype)
-        columns = found.view(width, -1).split(_sizes(flats), dim=1)
-        return [_whole(leaf, rows, width) for (leaf, _), rows in zip(chosen, columns, strict=True)]
-
-    return _by_dtype(entries, one_dtype)
-
-
-def _gathered_parts(entries: list[Entry], count: int) -> list[Tensor]:
-    """Whole tensors of the parts of layers that ``count`` processes of the axis "tensor" hold."""
-
-    def one_dtype(chosen: list[Entry]) -> list[Tensor]:
-        flats = [part.permute(leaf.order).reshape(-1) for leaf, part in chosen]
-        columns = collectives.all_gather(torch.cat(flats), "tensor").view(count, -1).split(_sizes(flats), dim=1)
-        return [
-            torch.cat(
-                [_unpermuted(leaf, row.reshape([part.shape[dim] for dim in leaf.order])) for row in rows], leaf.tensor
-            )
-            for (leaf, part), rows in zip(chosen, columns, strict=True)
-        ]
+            found = gather(torch.cat([flat.view(torch.uint8) for flat in flats]), axis).view(dtype)
+        return list(found.view(width, -1).split(_sizes(flats), dim=1))
 
     return _by_dtype(entries, one_dtype)
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from ..errors import ConfigError
 from ..types import Params
+from . import mesh as meshes
 
 Plan = Mapping[str, Any]
 _WHERE = "distribute"
@@ -124,11 +125,13 @@ def _placement(module: nn.Module, name: str) -> str:
     return "whole" if placements is None else str(placements[0])
 
 
-def as_dtensors(named: Params, splits: Mapping[str, Split], device_mesh: Any) -> Params:
+def as_dtensors(named: Params, splits: Mapping[str, Split]) -> Params:
     """DTensors of parts, without communication; other tensors are returned as they are."""
+    if not splits:
+        return named
     from torch.distributed.tensor import DTensor
 
-    found = dict(named)
+    device_mesh, found = meshes.axis_mesh("tensor"), dict(named)
     for name in named.keys() & splits.keys():
         split = splits[name]
         how: dict[str, Any] = {"run_check": False, "shape": split.shape, "stride": split.stride}
@@ -138,6 +141,8 @@ def as_dtensors(named: Params, splits: Mapping[str, Split], device_mesh: Any) ->
 
 def as_parts(grads: Params, splits: Mapping[str, Split]) -> Params:
     """The parts of gradients, placed as their parameters."""
+    if not splits:
+        return grads
     from torch.distributed.tensor import DTensor
 
     found = dict(grads)

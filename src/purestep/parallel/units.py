@@ -31,40 +31,26 @@ class Unit(NamedTuple):
     wrapped: Callable[[Params], Params]  # parameters by their names in the model -> as DTensors, under tensor parallel
 
 
-class Shown(dict[str, Tensor]):
+class Shown(Mapping[str, Tensor]):
     """Parameters by name, some of which are pieces of the whole: reading those raises StepContractError."""
 
     def __init__(self, params: Params, hidden: frozenset[str]) -> None:
-        super().__init__(params)
-        self._hidden = hidden
+        self._params, self._hidden = params, hidden
 
-    def _checked(self, name: str) -> None:
+    def __getitem__(self, name: str) -> Tensor:
         if name in self._hidden:
             raise StepContractError(
                 "the parameter is whole only inside of its unit, and cannot be read by the objective",
                 where=f"model.params/{name}",
                 hint="leave the layer out of units=[...] of ps.distribute",
             )
-
-    def __getitem__(self, name: str) -> Tensor:
-        self._checked(name)
-        return super().__getitem__(name)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """As for a dict."""
-        self._checked(name)
-        return super().get(name, default)
+        return self._params[name]
 
     def __iter__(self) -> Iterator[str]:
-        return super().__iter__()  # defined here so that {**self} calls __getitem__
+        return iter(self._params)
 
-    def values(self) -> Any:
-        """As for a dict."""
-        return [self[name] for name in self]
-
-    def items(self) -> Any:
-        """As for a dict."""
-        return [(name, self[name]) for name in self]
+    def __len__(self) -> int:
+        return len(self._params)
 
 
 def names_of(patterns: Any, module: nn.Module) -> list[str]:

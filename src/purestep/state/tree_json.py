@@ -1,7 +1,7 @@
 """Trees of tensors and plain values as JSON and bytes: for replay files, and for the other processes of a mesh.
 
 Decoding runs and imports nothing, whoever has made the bytes: dicts, lists and tuples come back as such, NamedTuples as
-tuples with the same names, other objects as namespaces. Tensors are checked (`tensor_layout.from_parts`).
+tuples with the same names, other objects as namespaces. Tensors are dense.
 """
 
 from __future__ import annotations
@@ -32,16 +32,14 @@ def encode(path: str, node: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
 
     Args:
         path: of the tree, for messages.
-        node: dicts, lists, tuples, NamedTuples, dataclasses and other nodes (`tree.attributes`) of tensors, numeric
-            arrays, numbers, text and None.
+        node: dicts, lists, tuples, NamedTuples, dataclasses and other nodes (`tree.attributes`) of dense tensors,
+            numeric arrays, numbers, text and None.
         tensors: gets the bytes of each tensor, on the CPU, by name.
 
     Raises:
         StateError: an object cannot be stored; the message has its path.
     """
     if isinstance(node, Tensor):
-        if not tensor_layout.is_dense(node):
-            return _in_parts(path, node, tensors)
         return {"tensor": stored(path, node, tensors)}
     if isinstance(node, np.ndarray) and node.dtype.kind in "biufc":
         return {"array": stored(path, torch.as_tensor(node), tensors)}
@@ -66,27 +64,15 @@ def encode(path: str, node: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
     raise StateError(f"a {kind} cannot be stored", where=path, hint="pass tensors, numbers and text in dicts and lists")
 
 
-def _in_parts(path: str, node: Tensor, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    jagged: Any = node
-    holes = node.layout is torch.jagged and (jagged.lengths() is not None or not node.is_contiguous())
-    if node.is_quantized or holes:
-        kind = "nested tensor with holes, or a transposed one," if holes else "quantized tensor"
-        raise StateError(f"a {kind} cannot be stored", where=path, hint="call .contiguous(), or pass a dense tensor")
-    layout = str(node.layout)[6:]
-    parts = [stored(path, part, tensors) for part in tensor_layout.dense_parts(node)]
-    return {"layout": layout, "parts": parts, "shape": [] if node.is_nested else list(node.shape)}
-
-
 def stored(path: str, leaf: Tensor, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """The entry of a dense tensor, whose bytes ``tensors`` gets.
 
     Raises:
         StateError: the tensor is not dense, or on the meta device.
     """
-    if leaf.layout != torch.strided or leaf.is_quantized or leaf.device.type == "meta":
-        raise StateError(
-            f"a {leaf.layout} tensor on {leaf.device} cannot be stored", where=path, hint="call .to_dense()"
-        )
+    if not tensor_layout.is_dense(leaf) or leaf.is_meta:
+        kind = "meta" if leaf.is_meta else tensor_layout.layout_name(leaf)
+        raise StateError(f"a {kind} tensor cannot be stored", where=path, hint="pass a dense tensor")
     name = f"{len(tensors)}:{path}"  # a key of a dict may contain a slash
     tensors[name] = tensor_layout.as_bytes(leaf).to("cpu", copy=True)  # as bytes, because the format lacks some dtypes
     return {
@@ -135,18 +121,13 @@ def loaded(entry: dict[str, Any], tensors: Mapping[str, Tensor], device: torch.d
 
 
 def _decoded(node: dict[str, Any], tensors: Mapping[str, Tensor], device: torch.device | str) -> Any:
-    def leaf(entry: dict[str, Any]) -> Tensor:
-        return loaded(entry, tensors, device)
-
     def below(child: Any) -> Any:
         return _decoded(child, tensors, device)
 
     if "tensor" in node:
-        return leaf(node["tensor"])
+        return loaded(node["tensor"], tensors, device)
     if "array" in node:
-        return leaf(node["array"]).numpy()
-    if "layout" in node:
-        return tensor_layout.from_parts(node["layout"], [leaf(part) for part in node["parts"]], node["shape"])
+        return loaded(node["array"], tensors, device).numpy()
     if "object" in node:
         return SimpleNamespace(**{name: below(child) for name, child in node["object"]})
     if "dict" in node:

@@ -97,41 +97,6 @@ def from_bytes(data: Tensor, dtype: str, shape: Iterable[int]) -> Tensor:
         raise ValueError(f"{data.numel()} bytes for a tensor of {dtype} {sizes}") from error
 
 
-def from_parts(layout: str, parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-    """The inverse of `dense_parts`, for parts that may come from a file of somebody else.
-
-    Torch itself checks indices only if it is told to: a wrong one reads and writes outside of the tensor.
-
-    Args:
-        layout: "sparse_coo" and so on, "jagged", or "strided" for a nested tensor of that layout.
-        parts: of the tensor.
-        shape: of a sparse tensor.
-
-    Raises:
-        ValueError: the parts do not fit together.
-    """
-    try:
-        if layout == "strided":
-            return torch.nested.as_nested_tensor(list(parts))
-        if layout == "jagged":
-            values, offsets = parts
-            lengths = offsets.diff()
-            if offsets[0] != 0 or offsets[-1] != len(values) or bool((lengths < 0).any()):
-                raise ValueError("offsets that do not divide the rows")
-            return torch.nested.nested_tensor_from_jagged(values, offsets)
-        if layout == "sparse_coo":
-            indices, values = parts
-            return torch.sparse_coo_tensor(indices, values, list(shape), is_coalesced=True, check_invariants=True)
-        kind = getattr(torch, layout) if layout in _COMPRESSED else None
-        outer, inner, values = parts
-        return torch.sparse_compressed_tensor(outer, inner, values, list(shape), layout=kind, check_invariants=True)
-    except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        raise ValueError(f"the parts of a {layout} tensor do not fit: {str(error).partition(chr(10))[0]}") from error
-
-
-_COMPRESSED = ("sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc")
-
-
 def extent(leaf: Tensor) -> int:
     """The number of memory elements from a tensor's first element to its last, both included.
 

@@ -31,10 +31,10 @@ _functorch: Any = importlib.import_module("torch._C._functorch")
 _forward: Any = importlib.import_module("torch.autograd.forward_ad")
 
 _capturing: ContextVar[bool] = ContextVar("capturing", default=False)
-_rehearsing: ContextVar[bool] = ContextVar("rehearsing", default=False)
 
 LIBRARIES = (torch.__file__.rpartition("__init__")[0], __file__.rpartition("torch_ext")[0])
 """The directories of torch and of purestep."""
+_NOT_USERS = (*LIBRARIES, "<string>", "<eval_with_key>")  # torch.fx names the code that it writes so
 
 
 def user_line(error: BaseException) -> str:
@@ -48,7 +48,7 @@ def user_line(error: BaseException) -> str:
         <doctest purestep.torch_ext.tracing.user_line[0]>:2
     """
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    own = [f"{name}:{line}" for name, line in frames if not name.startswith(LIBRARIES) and "/optree/" not in name]
+    own = [f"{name}:{line}" for name, line in frames if not name.startswith(_NOT_USERS) and "/optree/" not in name]
     return own[-1] if own else ""
 
 
@@ -58,29 +58,14 @@ def in_graph() -> bool:
     return torch.compiler.is_dynamo_compiling() or _capturing.get()
 
 
-def in_rehearsal() -> bool:
-    """True while a step runs on copies, to learn whether it runs. Collectives do not communicate then: the other
-    processes make no such call."""
-    return _rehearsing.get()
-
-
-def capturing() -> AbstractContextManager[None]:
-    """Make `in_graph` return True inside the block."""
-    return _true(_capturing)
-
-
-def rehearsal() -> AbstractContextManager[None]:
-    """Make `in_rehearsal` return True inside the block."""
-    return _true(_rehearsing)
-
-
 @contextmanager
-def _true(flag: ContextVar[bool]) -> Generator[None]:
-    token = flag.set(True)
+def capturing() -> Generator[None]:
+    """Make `in_graph` return True inside the block."""
+    token = _capturing.set(True)
     try:
         yield
     finally:
-        flag.reset(token)
+        _capturing.reset(token)
 
 
 def constant_in_graph(function: Callable[_P, _T]) -> Callable[_P, _T]:

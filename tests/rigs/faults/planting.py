@@ -1,6 +1,6 @@
 """Directories of runs that somebody has prepared: no code of theirs runs, no byte outside is touched or printed,
-nothing waits, and memory stays in bounds. Each is restored, saved into, shown, verified and reported; replay files and
-compiled code in it are read.
+nothing waits, and memory stays in bounds. Each is restored, saved into, shown, verified and reported; compiled code in
+it is read.
 
     PYTHONPATH=src python -m tests.rigs.faults.planting --cases 200     # a table: kind, cases, largest memory
 """
@@ -16,19 +16,13 @@ import shutil
 import stat
 import sys
 import tempfile
-import warnings
-import zlib
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import tensorstore
-import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 
-from purestep.diagnostics import replay
 from purestep.snapshot import manifest
 from rigs import forkserver
 from rigs.faults import damaging, running
@@ -264,25 +258,6 @@ def planted_names(run: Path, canary: Path, rng: random.Random) -> None:
         (run / name).symlink_to(rng.choice((victim, victim.parent)))
 
 
-def sparse_indices(run: Path, canary: Path, rng: random.Random) -> None:
-    """A replay file whose sparse and jagged tensors have an index or an offset outside."""
-    with warnings.catch_warnings(action="ignore"):  # torch's, about beta features
-        jagged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
-        batch = [
-            rng.choice((torch.eye(4).to_sparse(), torch.eye(4).to_sparse_csr(), torch.eye(4).to_sparse_csc(), jagged))
-        ]
-    path = replay.write(run / "step.safetensors", running.state(0), batch, {})
-    with safe_open(path, framework="pt") as opened:
-        about = json.loads(opened.metadata()["about"])
-        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  # no mapping
-    part = rng.choice([part for part in about["batch"]["list"][0]["parts"] if part["dtype"] == "torch.int64"])
-    values = tensors[part["name"]].view(torch.int64)
-    values[rng.randrange(len(values))] = rng.choice((-1, 64, 1 << 40))
-    part["crc32"] = zlib.crc32(values.numpy().data)
-    text = json.dumps(about)
-    save_file(tensors, path, metadata={"about": text, "crc32": str(zlib.crc32(text.encode()))})
-
-
 def foreign_code(run: Path, canary: Path, rng: random.Random) -> None:
     """A cache of compiled code with a library that another user has written, or could have."""
     cache, outside, kind = run / "cache", canary.parent / "outside", rng.randrange(4)
@@ -308,7 +283,7 @@ PLANTS = (
     *(a_pickle, a_pickle_for_a_file, an_import_path, a_yaml_tag, foreign_metadata),
     *(a_way_out, a_link, a_bomb, odd_names),
     *(no_file, a_hole, rows_of_an_old_format, a_claim, escapes, deep_json, planted_names),
-    *(sparse_indices, foreign_code),
+    foreign_code,
 )
 
 

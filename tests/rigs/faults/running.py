@@ -31,7 +31,6 @@ import purestep as ps
 from purestep import errors, events, tree
 from purestep.__main__ import main
 from purestep.compile.cpu import code_cache
-from purestep.diagnostics import replay
 from purestep.snapshot import Snapshots
 from rigs.faults import failpoints
 
@@ -184,11 +183,6 @@ def read_watched(folder: str, room: int, reports: bool = False) -> None:
         say("came", "back")
     for command, *options in commands:
         say("came", main([command, folder, *options]))
-    for path in Path(folder).glob("*.safetensors"):
-        try:
-            say("watched", "read", [leaf.to_dense() for leaf in replay.read(path, state(0)).batch])
-        except errors.Corrupt as error:
-            say("came", error)
     if os.path.isdir(f"{folder}/cache"):
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/cache"
         tempfile.tempdir = f"{folder}.first"
