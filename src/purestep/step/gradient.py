@@ -94,12 +94,16 @@ def _value_and_grad(
                 spec.reach.remember(_unreached(mean, params))
             return mean, extra
 
-        # In this frame: where Dynamo meets what it cannot compile, it runs the frame in eager mode, by autograd.
-        with (
-            nullcontext() if tracing.transformed() else draws.EagerDropout(),
-            torch.enable_grad() if watches else nullcontext(),  # a capture has it off
-        ):
-            grads, (_, extra) = torch.func.grad_and_value(differentiated, has_aux=True)(named)
+        # In this frame, in a `try`: where Dynamo meets what it cannot compile, it runs the frame in eager mode, by
+        # autograd.
+        with nullcontext() if tracing.transformed() else draws.EagerDropout():
+            try:
+                with torch.enable_grad() if watches else nullcontext():  # a capture has it off
+                    grads, (_, extra) = torch.func.grad_and_value(differentiated, has_aux=True)(named)
+            except RuntimeError as error:
+                if "must override the setup_context" not in str(error):
+                    raise
+                raise _without_setup() from error
         if watches:
             given = [
                 leaf for leaf in tree.leaves((named, state.frozen, state.buffers, read, batch)) if _is_followed(leaf)
@@ -136,6 +140,15 @@ def _unreached(mean: Tensor, params: Params) -> frozenset[str]:
         if not wanted:
             break
     return frozenset(wanted.values())
+
+
+def _without_setup() -> StepContractError:
+    return StepContractError(
+        "an autograd.Function of the model has no setup_context, which torch.func needs to differentiate it",
+        where="program",
+        hint='pass ps.program(..., engine="autograd"), or "auto"; or split its forward(ctx, ...) into forward(...) and '
+        "setup_context(ctx, inputs, output)",
+    )
 
 
 # --- torch.autograd -------------------------------------------------------------------------------------------------
