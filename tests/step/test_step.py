@@ -309,7 +309,7 @@ class TestEngines:
         doubled = ps.supervised(nn.CrossEntropyLoss(), forward=lambda m, x: 2 * m(x))
         assert_trees_close(found, run(program(objective=doubled), [vector_batch()]))
         cure = 'has no setup_context.*engine="autograd"'
-        with pytest.raises(RuntimeError, match=cure):
+        with pytest.raises(StepContractError, match=cure):
             run(program(objective=objective, engine="func"), [vector_batch()])
         step = program(objective=objective, engine="func").train_step
         with pytest.raises(StepContractError, match=cure):
