@@ -74,6 +74,26 @@ def test_the_graph_for_all_sizes_draws_what_an_eager_step_draws_with_inductor_to
     assert step.graphs == 3
 
 
+def test_a_second_dimension_that_no_graph_takes_leaves_the_graph_for_the_first() -> None:
+    def step(state: dict[str, Tensor], x: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        return {"w": state["w"] + x.mean() * float(x.shape[1])}, {}
+
+    given = [torch.randn(*size) for size in ((8, 5), (3, 5), (4, 5), (8, 7), (6, 5), (9, 5))]
+    fast = ps.compile_step(step, backend="aot_eager")
+    state, eager = {"w": torch.zeros(())}, {"w": torch.zeros(())}
+    counts: list[int] = []
+    for x in given:
+        (state, _), (eager, _) = fast(state, x), step(eager, x)
+        counts.append(fast.graphs)
+    assert_trees_close(state, eager, rtol=1e-5, atol=1e-6)
+    assert counts[-1] == counts[3]
+    resumed = ps.compile_step(step, backend="aot_eager")
+    resumed.batch_sizes = fast.batch_sizes
+    for x in given[2:]:
+        resumed({"w": torch.zeros(())}, x)
+    assert resumed.graphs == 2  # for one size each of other rows, and for 7 columns
+
+
 def test_a_second_dimension_that_begins_to_vary_is_one_more_graph() -> None:
     given = [batch(rows) for rows in (4, 3, 2)] + [
         batch(rows, times) for rows, times in ((4, 6), (4, 7), (9, 9), (3, 2))

@@ -510,6 +510,16 @@ def test_vectors_of_a_compiled_step_and_means_of_a_flush_are_copied_apart() -> N
     assert found == {"loss": (8.0, 3.0)}
 
 
+@pytest.mark.parametrize("weight", [torch.ones(2), torch.ones((), dtype=torch.complex64), 3])
+def test_metrics_that_change_are_checked_at_their_call(weight: Any) -> None:
+    queue, found = MetricQueue(), {}
+    queue.add(1, {"loss": ps.Mean(torch.tensor(3.0), torch.tensor(1.0))})
+    with pytest.raises(StepContractError, match="train_step: metric 'loss' is a Mean of"):
+        queue.add(2, {"loss": ps.Mean(torch.tensor(3.0), weight)})
+    queue.add_to(found, wait=True)
+    assert found == {"loss": (3.0, 1.0)}
+
+
 def test_a_copy_from_a_device_is_read_a_fixed_number_of_calls_after_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
     """The read waits for a copy that has not arrived; `query` is never called."""
     event = SimpleNamespace(waits=0)

@@ -556,6 +556,13 @@ def test_lists_of_one_mapping_a_picture_are_cut_by_pictures(boxes: list[int], fo
         assert [len(part) for part in others] == found
 
 
+def test_records_may_hold_lists_of_other_lengths_and_nothing() -> None:
+    records = [{"boxes": torch.ones(3, 4), "names": names, "mask": None} for names in (["a", "b"], ["c"], [], ["d"])]
+    records[1]["mask"] = torch.ones(3)
+    for whole in ({"targets": records}, {"files": ("a", "b"), "targets": records}):
+        assert [part["targets"] for part in cut(whole)] == [records[:2], records[2:]]
+
+
 def test_three_pictures_of_three_channels_are_no_columns() -> None:
     batch = ([torch.ones(3, 8, 8)] * 3, [{"boxes": torch.ones(3, 4)}] * 3)
     assert shapes(cut(batch, 3)) == [([(3, 8, 8)], [{"boxes": (3, 4)}])] * 3

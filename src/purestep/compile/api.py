@@ -77,8 +77,9 @@ def compile_step(
 
     Returns:
         A callable like ``step``. Schedules and changed hyperparameters never cause a recompile. The first two batch
-        sizes get a graph each; the third compiles one graph for all other sizes, or each size gets its own if that
-        fails. ``step.batch_sizes``, as JSON, lists the sizes met: `fit` stores it in snapshots, so that a resumed run
+        sizes get a graph each; the third compiles one graph for all other sizes, which is compiled again when another
+        dimension varies; a size that it cannot take gets a graph. ``step.batch_sizes``, as JSON, lists the sizes that
+        have decided this: `fit` stores it in snapshots, so that a resumed run
         chooses the same graphs and ends in the same bits. In your own loop store it with the state, and set it in the
         new process before the first call. A number in the batch or the context that changes compiles a graph for each
         value, with one warning at first and an error after 16 changes: pass it as a tensor. A call inside

@@ -340,8 +340,8 @@ _CURES_OF_TORCH = {
     "nn.TransformerEncoder, tgt_is_causal to nn.TransformerDecoder, and src_is_causal and tgt_is_causal to "
     "nn.Transformer",
     "distribution": "pass validate_args=False to the distribution, which compares its arguments on the host",
-    "batchnorm": "momentum=0.1 in the BatchNorm layer: momentum=None divides by a count of batches on the host",
-    "ctc_loss": "torch's ctc_loss reads its lengths on the host",
+    "batchnorm": "set momentum=0.1 in the BatchNorm layer: with None it divides by a count of batches on the host",
+    "ctc_loss": "compute ctc_loss outside of the graph: it reads its lengths on the host",
     "gaussian_nll_loss": "torch's gaussian_nll_loss reads it: write gaussian_nll_loss without that check",
 }
 """A function or file of torch that reads a value -> the cure."""
@@ -371,7 +371,7 @@ def _where(error: BaseException) -> str:
 
 
 def failed(error: Exception) -> Uncaptured:
-    """The error to raise after torch's trace, or the compiler, has failed for a reason without a name of its own."""
+    """The error to raise after torch's trace, or the compiler, has failed in an unknown way."""
     met = next(iter(str(error).strip().splitlines()), "")
     return Uncaptured(
         f"torch cannot compile the step: {type(error).__name__}: {met}",

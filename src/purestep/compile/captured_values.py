@@ -131,7 +131,7 @@ class _Places:
         self._lengths: list[tuple[Any, int]] = []
         self._seen: dict[int, Any] = {}  # functions and callable objects; keeps them alive as well
         self._modules: set[int] = set()
-        self._add_behind(step)
+        self._add_functions(step)
 
     def is_same(self) -> bool:
         """True if every place still holds the same object."""
@@ -154,14 +154,14 @@ class _Places:
         for cell, value in self._cells:
             cell.cell_contents = value
 
-    def _add_behind(self, value: Any) -> None:
+    def _add_functions(self, value: Any) -> None:
         """Add what the user's functions read that a step holds, or a function of purestep."""
         if isinstance(value, (*_CLOSED, type)) or id(value) in self._seen:
             return
         self._seen[id(value)] = value
         if (parts := _parts(value)) is not None:
             for part in parts:
-                self._add_behind(part)
+                self._add_functions(part)
         elif isinstance(value, types.FunctionType):
             self._add_read(value)
         elif isinstance(value, types.MethodType):
@@ -203,7 +203,7 @@ class _Places:
             if isinstance(value, nn.Module):
                 self._add_module(path, value)
                 numbers = {name for name, held in vars(value).items() if isinstance(held, (*_SCALARS, Tensor))}
-                names = _names(code) | {name for name in numbers if name[0] != "_"} - {"training"}
+                names = (_names(code) | {name for name in numbers if name[0] != "_"}) - {"training"}
             else:
                 names = _names(code, kind)
             for part in kind.__mro__ if value is kind else (value, *kind.__mro__):
@@ -234,7 +234,7 @@ class _Places:
         if isinstance(value, nn.Module):
             self._add_module(name, value)
         elif _is_own(value):
-            self._add_behind(value)
+            self._add_functions(value)
 
 
 def _parts(value: Any) -> Iterable[Any] | None:

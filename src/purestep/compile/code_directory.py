@@ -23,7 +23,7 @@ _WRITABLE = "is one that others can write"
 
 def directory(*, whole: bool = False) -> Path:
     """The directory, which exists, and which torch uses from now on. If the present one may contain code of others, it
-    is a private one, said once.
+    is a private one, and a warning says so.
 
     Args:
         whole: look at everything in the directory too (some microseconds a file), as must be done before inductor,

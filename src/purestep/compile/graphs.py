@@ -165,10 +165,11 @@ class Graphs:
                 continue
             if met:
                 name = leaf_name(tree.paths(tree.unflatten(batch, [*range(len(leaves))]))[at])
-                if len(met) > _MAX_CHANGES:
-                    what = f"the value has changed {len(met)} times; each value would compile a graph"
+                changes = sum(len(each) - 1 for each in self._values.values() if each)
+                if changes == _MAX_CHANGES:
+                    what = f"the value has changed {changes + 1} times; each value would compile a graph"
                     raise capture.Uncaptured(what, where=name, hint=_VALUE_CURE)
-                if all(len(each) < 2 for each in self._values.values()):
+                if not changes:
                     text = "%s was %.40s, is %.40s: a graph holds it, so the step is recompiled (cure: %s)"
                     log.warning(text, name, met[-1][1], value[1], _VALUE_CURE)
             met.append(value)
@@ -243,12 +244,22 @@ class Graphs:
     def _compile_general(
         self, core: Any, decided_by: list[sizes.Layouts], leaves: list[Any], tensors: list[Tensor]
     ) -> _GeneralGraph:
-        """Compile one graph for batches of any size; without a graph if that fails."""
+        """Compile one graph for batches of any size; without a graph if that fails. Where the last size makes it fail,
+        it is the graph for those before."""
+        none = _GeneralGraph(decided_by, None, lambda batch: False)
+        for count in range(len(decided_by), sizes.FIRST, -1):
+            made = self._general_for(core, decided_by[:count], leaves, tensors)
+            if made is not None:
+                return made._replace(decided_by=decided_by)
+        return none
+
+    def _general_for(
+        self, core: Any, decided_by: list[sizes.Layouts], leaves: list[Any], tensors: list[Tensor]
+    ) -> _GeneralGraph | None:
         varying = sizes.varying([sizes.shapes_of(each) for each in decided_by])
         given = sizes.example(decided_by, varying)
-        none = _GeneralGraph(decided_by, None, lambda batch: False)
         if given is None:
-            return none
+            return None
         example = sizes.like(leaves, given)
         flat, where, found = _flatten_core(core, example, len(tensors))
         made = None
@@ -262,7 +273,7 @@ class Graphs:
                 options=self.options.options,
             )
         if made is None:
-            return none
+            return None
         run, traits, outside, fits = made
         self.count += 1
         graph = _compiled(run, traits, outside, where, len(example), *found)

@@ -91,13 +91,19 @@ def _options(config: Any, found: Mapping[str, Any], prefix: str) -> list[str]:
     for name, value in found.items():
         kind, option = kinds.get(name), prefix + name.replace("_", "-")
         if config is FitConfig:
+            if value is None:  # as it is by default
+                continue
             options.append(f"--{option}={_shown(value)[0]}")
         elif kind is bool and isinstance(value, bool):
             options.append(f"--{option}" if value else f"--{prefix}no-{name.replace('_', '-')}")
         elif isinstance(value, Mapping) and (kind is FitConfig or dataclasses.is_dataclass(kind)):
             options += _options(kind, value, f"{option}.")
         elif isinstance(value, Mapping | list):
-            options += [f"--{option}", *_texts(value)]
+            texts = _texts(value)
+            if wrong := [text for text in texts if text.startswith("--")]:
+                what = f"{prefix}{name} has {wrong[0]!r}, which would be an option"
+                raise ConfigError(what, where="config.cli", hint="no text that begins with --")
+            options += [f"--{option}", *texts]
         else:
             options.append(f"--{option}={value}")
     return options

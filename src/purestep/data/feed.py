@@ -277,7 +277,7 @@ class Feed(ABC):
 
 
 def announce(epoch: int, *parts: Any) -> None:
-    """Call ``set_epoch`` of the parts that have it, once of each."""
+    """Call ``set_epoch`` on each part that has it; once if a part is given twice."""
     for part in {id(part): part for part in parts}.values():
         if callable(getattr(part, "set_epoch", None)):
             part.set_epoch(epoch)

@@ -83,7 +83,7 @@ class Engine:
 
     def _wait(self, call: Callable[[], T]) -> T:
         """Call a function that waits for workers: it raises if one has died."""
-        self.waiting = True
+        self.waiting = threading.current_thread() is threading.main_thread()  # where the handler of a death raises
         try:
             for worker in self.dead():
                 raise RuntimeError(f"DataLoader worker (pid {worker.pid}) has died")

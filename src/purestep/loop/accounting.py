@@ -77,7 +77,7 @@ class Accounting:
         """
         arrived = self._queue.arrived(wait=wait)
         settled = self._count(arrived, loop, state) if arrived else loop
-        if wait and self._halts and (error := halt_error(halt_spoilt(state))):
+        if wait and self._halts and (error := halt_error(halt_spoilt(state), at="in the window open at call")):
             raise error
         if wait and self._queue.kinds:  # a resumed run that has made no call yet does not know the classes
             settled = settled._replace(computed=metric_queue.computed_of(settled.interval, self._queue.kinds))

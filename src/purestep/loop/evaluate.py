@@ -139,13 +139,13 @@ def eval_means(
                 result, carried = carrying.step(state, carried, batch, index=index)
             else:
                 result = eval_step(state, batch, index=index) if indexed else eval_step(state, batch)
+            if not isinstance(result, dict):
+                check_metrics(result, where="eval_step")
+            metrics, gathered = _without_gathered(result)
+            queue.add(None, metrics)
         except Exception as error:
             error.add_note(f"in eval_step, {name}, batch {index + 1}")
             raise
-        if not isinstance(result, dict):
-            check_metrics(result, where="eval_step")
-        metrics, gathered = _without_gathered(result)
-        queue.add(None, metrics)
         if gathered:
             outputs.add(index, batch, _on_host(gathered))
         if watch is not None:

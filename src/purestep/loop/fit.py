@@ -546,7 +546,7 @@ class _Run:
                     self.checkpointer.wait()
             except SnapshotError as failed:
                 _log.warning("the last snapshot is not saved: %s", failed)
-            place = f"the same call of fit goes on from the last snapshot in {directory}, if there is one"
+            place = f"fit with resume='auto' goes on from the last snapshot in {directory}, if there is one"
         call = self.loop.calls + 1
         note = f"the state was donated at step {call}, which failed and may have written half of it: {place}"
         error.add_note(note)

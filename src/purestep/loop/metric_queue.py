@@ -12,7 +12,6 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
@@ -75,7 +74,7 @@ class _Copy(NamedTuple):
 
 
 class MetricQueue:
-    """A queue of metrics on their way to the host. Metrics with other names or classes than before are checked.
+    """A queue of metrics on their way to the host. Metrics unlike those of the calls before are checked.
 
     Args:
         where: the step, for messages.
@@ -84,38 +83,52 @@ class MetricQueue:
     def __init__(self, where: str = "train_step") -> None:
         self.kinds: Kinds = {}
         self._where = where
-        self._known: set[Any] = set()  # names and classes of metrics that are checked
+        self._known: dict[Any, Columns] = {}  # by the names, classes, shapes, dtypes and devices that are checked
         self._calls = 0
-        self._waiting: list[tuple[Any, Metrics | MetricVector]] = []  # for the start of their copy
+        self._waiting: list[tuple[Any, Metrics | MetricVector, Columns]] = []  # for the start of their copy
         self._copies: deque[_Copy] = deque()
 
     def add(self, tag: Any, metrics: Metrics | MetricVector) -> None:
-        """Put in the metrics of a call."""
-        self._waiting.append((tag, metrics if isinstance(metrics, MetricVector) else handed_out.measured(metrics)))
+        """Put in the metrics of a call.
+
+        Raises:
+            StepContractError: see `check_metrics`.
+        """
+        if not isinstance(metrics, MetricVector):
+            metrics = handed_out.measured(metrics)
+        self._waiting.append((tag, metrics, self._columns_of(metrics)))
         self._calls += 1
         if len(self._waiting) == EVERY:
             self.start_copy()
 
     def start_copy(self) -> None:
         """Start to copy all metrics that wait for it: those of consecutive calls with the same columns together."""
-        waiting, self._waiting = self._waiting, []
-        kinds = itertools.groupby(waiting, key=lambda entry: (type(entry[1]), self._columns_of(entry[1])))
-        for (_, columns), group in kinds:
-            tags, calls = zip(*group, strict=True)
+        begun: list[_Copy] = []
+        for (_, columns), group in itertools.groupby(self._waiting, key=lambda entry: (type(entry[1]), entry[2])):
+            tags, calls, _ = zip(*group, strict=True)
             numbers, event = _to_host(_packed(calls).view(len(tags), 2 * len(columns)))
             read_at = self._calls + (0 if event is None else LAG)
-            self._copies.append(_Copy(list(tags), columns, numbers, event, read_at))
+            begun.append(_Copy(list(tags), columns, numbers, event, read_at))
+        self._copies.extend(begun)
+        self._waiting = []  # only now: after an error nothing is taken for counted
 
     def _columns_of(self, metrics: Metrics | MetricVector) -> Columns:
         """The columns of packed metrics: for each mean its totals, then its weights."""
         if isinstance(metrics, MetricVector):
             return metrics.columns
-        kind = tuple((name, type(mean)) for name, mean in metrics.items())
+        try:
+            kind = tuple(
+                (name, type(mean), *((part.shape, part.dtype, part.device) for part in mean))
+                for name, mean in metrics.items()
+            )
+        except Exception:  # they are no Means
+            check_metrics(metrics, where=self._where)
+            raise
         if kind not in self._known:
             check_metrics(metrics, where=self._where)
-            self._known.add(kind)
-            self.kinds |= {name: one for name, one in kind if one is not Mean}
-        return _columns(tuple((name, tuple(mean[0].shape)) for name, mean in metrics.items()))
+            self._known[kind] = _columns([(name, tuple(mean.total.shape)) for name, mean in metrics.items()])
+            self.kinds |= {name: type(mean) for name, mean in metrics.items() if type(mean) is not Mean}
+        return self._known[kind]
 
     def is_due(self) -> bool:
         """True if a copy is to be read now."""
@@ -187,8 +200,7 @@ def _is_real(value: Any) -> bool:
     return plain and not (value.is_complex() or value.is_quantized or value.is_nested)
 
 
-@cache
-def _columns(shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> Columns:
+def _columns(shapes: list[tuple[str, tuple[int, ...]]]) -> Columns:
     columns: list[tuple[str, int, int]] = []
     start = 0
     for name, shape in shapes:

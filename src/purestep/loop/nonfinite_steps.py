@@ -59,12 +59,14 @@ def halts(state: Tree) -> list[tuple[str, int]]:
     return [(path, int(call)) for (path, _), call in zip(flags, calls, strict=True) if call]
 
 
-def halt_error(state: Tree, place: Callable[[int], str] = lambda _: "") -> NonFiniteError | None:
+def halt_error(
+    state: Tree, place: Callable[[int], str] = lambda _: "", *, at: str = "at call"
+) -> NonFiniteError | None:
     """Return the error of a tree with a halted state, or None. ``place(call)`` is the call's position in the data."""
     path, call = next(iter(halts(state)), ("", 0))
     if not call:
         return None
-    text = f"{FOUND} at call {call}; the state is the one before that call"
+    text = f"{FOUND} {at} {call}; the state is the one before that call"
     error = NonFiniteError(text, where=path or place(call), hint=CURE)
     error.step = call
     return error

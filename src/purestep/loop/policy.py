@@ -74,7 +74,7 @@ class Monitor(NamedTuple):
         return loop._replace(best=best, evaluations=count, best_step=step)
 
     def _is_repeated(self, loop: LoopState) -> bool:
-        """True if the last two rows are of one state: an epoch may end right behind an evaluation inside it."""
+        """True if the last two rows are of one state: an epoch may end right after an evaluation inside it."""
         same = all(len(set(loop.history.get(name, [])[-2:])) == 1 for name in ("epoch", "step"))
         column = loop.history.get(self.metric or "", [])
         return same and len(column) > 1 and column[-2] is not None
@@ -245,7 +245,7 @@ class EvalSchedule:
         return any(isinstance(every, int) and _crossed(every, loop) for every in self._intervals.values())
 
     def inside(self, loop: LoopState) -> list[str]:
-        """Return the loaders to evaluate behind the last batch, with no window open.
+        """Return the loaders to evaluate after the last batch, with no window open.
 
         An evaluation that falls into an open window is due when the window closes. Only the loader says if the epoch
         ends here.
@@ -265,5 +265,5 @@ class EvalSchedule:
 
 
 def _crossed(every: int, loop: LoopState) -> bool:
-    """True if a multiple of ``every`` updates lies behind the last row."""
+    """True if a multiple of ``every`` updates has passed since the last row."""
     return loop.updates_at_most // every > loop.updates_at_row // every

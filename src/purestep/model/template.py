@@ -219,11 +219,18 @@ def check(modules: Iterable[tuple[str, nn.Module]], parameters: Named, buffers: 
         _check_tensor(name, value)
     _check_memory(dict(parameters), dict(buffers))
     for name, part in modules:
-        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse and part.weight.requires_grad:
+        if not isinstance(part, nn.Embedding | nn.EmbeddingBag):
+            continue
+        where = name or type(part).__name__
+        if part.max_norm is not None:
             raise StateError(
-                "sparse=True makes a sparse gradient, which no step supports",
-                where=name or type(part).__name__,
-                hint="set sparse=False",
+                f"max_norm={part.max_norm} writes the weights in the forward pass",
+                where=where,
+                hint="set max_norm=None, and use torch.nn.utils.parametrize for the norm",
+            )
+        if part.sparse and part.weight.requires_grad:
+            raise StateError(
+                "sparse=True makes a sparse gradient, which no step supports", where=where, hint="set sparse=False"
             )
 
 

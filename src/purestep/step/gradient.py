@@ -388,6 +388,12 @@ def _joined_outputs(parts: list[tuple[Batch, Any]]) -> Any:
                     where=f"outputs/{path}",
                     hint="transpose it, rows first; for a number use a metric; or set microbatches=1",
                 )
+    if len({tuple(tree.paths(outputs)) for _, outputs in parts}) > 1:
+        raise StepContractError(
+            "the outputs differ between the micro-batches of a call",
+            where="outputs",
+            hint="return the same names in every call, or set microbatches=1",
+        )
     return tree.map(lambda *leaves: torch.cat(leaves), *(outputs for _, outputs in parts))
 
 

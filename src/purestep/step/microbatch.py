@@ -77,7 +77,7 @@ def _by_rows(batch: Batch, count: int) -> tuple[int, list[Any], tree.TreeDef]:
     columns, lists = [leaf for leaf in outer if _has_rows(leaf)], [leaf for leaf in outer if _is_list(leaf)]
     if not columns and not lists:
         raise DataError(f"the batch holds no tensor to split into {count} parts", where="batch", hint=_CURE)
-    number = _rows(columns[0]) if columns else len(lists[0])
+    number = _rows(columns[0]) if columns else len(next(filter(_sizes, lists), lists[0]))
     named = tree.with_paths(batch, is_leaf=lambda node: node is not batch and _is_list(node, number))
     listed = [leaf for _, leaf in named if _is_list(leaf, number)]
     for entries in [] if any(map(_are_records, listed)) else listed:
@@ -110,8 +110,12 @@ def _is_list(node: Any, length: int | None = None) -> bool:
 
 
 def _are_records(entries: Any) -> bool:
-    """True for a list of mappings or objects of one structure, which is no list of columns."""
-    structures = [tree.flatten(entry)[1] for entry in entries if type(entry) not in (list, tuple, type(None))]
+    """True for a list of mappings or objects with the same names, which is no list of columns."""
+    structures = [
+        tree.flatten(entry, is_leaf=lambda node, entry=entry: node is not entry)[1]
+        for entry in entries
+        if type(entry) not in (list, tuple, type(None))
+    ]
     same = len(structures) == len(entries) and all(each == structures[0] for each in structures)
     return same and bool(structures) and not structures[0].is_leaf()
 

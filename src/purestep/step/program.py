@@ -117,10 +117,10 @@ def program(
     _check_parts(model, objective, tx)
     if scaler is not None and not isinstance(scaler, scaler_.Scaler):
         raise ConfigError(f"the scaler is a {type(scaler).__name__}", where="program", hint="ps.scaler.dynamic(...)")
-    for name, given in {"keep_eval": keep_eval, "carry": carry}.items():
+    for name, given, example in (("keep_eval", keep_eval, "backbone.*"), ("carry", carry, "hidden")):
         if not isinstance(given, str | tuple | list) or not all(isinstance(each, str) for each in given):
             what = f"{name}={given!r} is not a tuple of names"
-            raise ConfigError(what, where="program", hint=f'pass {name}=("backbone.*",)')
+            raise ConfigError(what, where="program", hint=f'pass {name}=("{example}",)')
     if kinds := wrappers(model):
         warnings.warn(
             f"the model is wrapped by {' and '.join(kinds)}: the step uses the module inside, under its own names "

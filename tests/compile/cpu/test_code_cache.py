@@ -357,6 +357,25 @@ def test_a_step_that_is_found_again_trains_as_before(made: list[Any], rate: floa
     assert_trees_close(ends[1], ends[0], rtol=0, atol=0)
 
 
+@pytest.mark.compile
+def test_a_damaged_library_is_built_again(made: list[Any], own_cache: Path, monkeypatch: pytest.MonkeyPatch):
+    program = ps.program(tiny_mlp(), ps.supervised(torch.nn.CrossEntropyLoss()), optim.sgd(0.01))
+
+    def trained() -> Any:
+        return ps.compile_step(program.train_step)(program.init(), vector_batch(16, 0))[0].params
+
+    whole = trained()
+    damaged = own_cache / "damaged"  # the linker loads no path twice
+    shutil.copytree(own_cache / "purestep", damaged / "purestep")
+    libraries = list((damaged / "purestep").glob("*.so"))
+    for library_ in libraries:
+        library_.write_bytes(library_.read_bytes()[:100])
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(damaged))
+    assert_trees_close(trained(), whole, rtol=0, atol=0)
+    assert libraries
+    assert len(made) == 2
+
+
 SPY = """
 #include <stdio.h>
 #include <stdlib.h>

@@ -56,10 +56,10 @@ def compiled(
     chosen = settings(fx_passes.rounding(graph) | dict(options or {}))
     constants = list(lower.constants(graph).values())
     build = functools.partial(aot.build, graph, [*inputs, *constants], chosen)
-    library = code_cache.obtained(code_cache.key(graph, chosen), build)
     if aot.may_be_fast(graph):
         cpp_library.loaded()
-    run, threads = _runner(library, constants), aot.threads(graph)
+    run = code_cache.obtained(code_cache.key(graph, chosen), build, functools.partial(_runner, constants=constants))
+    threads = aot.threads(graph)
     return limit_threads(run, threads) if threads else run, fx_passes.draws(graph)
 
 

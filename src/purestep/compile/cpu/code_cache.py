@@ -1,7 +1,8 @@
 """Cache of compiled libraries between runs, in inductor's cache directory.
 
 An entry is a library, and a JSON file that torch reads for operators without a C function. A process builds both in a
-temporary directory and renames them, so an entry is whole, and of processes that start together the last one stays.
+temporary directory, syncs and renames them, so an entry is whole, and of processes that start together the last one
+stays. The name holds the version of torch, not its files: after an edit of inductor, delete the cache.
 
 A library is code, so an entry is loaded only if it belongs to this user or root and nobody else may write it; see
 `code_directory`.
@@ -27,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...files import sync_file
 from .. import code_directory
 from . import graph_key
 
@@ -34,17 +36,21 @@ if TYPE_CHECKING:
     from torch.fx import GraphModule
 
 
-def obtained(name: str | None, build: Callable[[str], object]) -> str:
-    """Find a library, or build it; return its path.
+def obtained(name: str | None, build: Callable[[str], object], load: Callable[[str], Any] = str) -> Any:
+    """Find a library, or build it; return what ``load`` makes of its path.
 
     Args:
         name: from `named`; None builds a library that only this process uses.
         build: writes the library to a path.
+        load: raises OSError or RuntimeError if the library is damaged; an entry is then built again.
     """
     for whole in (False, True):  # the directory may be another one once all that it contains is checked
         place = code_directory.directory(whole=whole) / "purestep"
         if name is not None and _is_entry(place / f"{name}.so"):
-            return str(place / f"{name}.so")
+            try:
+                return load(str(place / f"{name}.so"))
+            except (OSError, RuntimeError):
+                os.unlink(place / f"{name}.so")
     place.mkdir(mode=0o700, exist_ok=True)
     entry = place / f"{name}.so"
     if name is None:
@@ -55,10 +61,12 @@ def obtained(name: str | None, build: Callable[[str], object]) -> str:
         build(str(made))
         for calls in made.parent.glob("*.wrapper.json"):  # torch looks for it beside the library
             calls.chmod(0o600)
+            sync_file(calls)
             calls.replace(entry.with_suffix(".json"))
         made.chmod(0o700)
+        sync_file(made)
         made.replace(entry)
-    return str(entry)
+    return load(str(entry))
 
 
 def _is_entry(library: Path) -> bool:

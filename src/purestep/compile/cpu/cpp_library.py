@@ -56,8 +56,8 @@ def options(library: str) -> dict[str, Any]:
 def loaded() -> ctypes.CDLL:
     """Load the library, whose functions the code of steps finds by their names; compile it once for a machine."""
     text = "\n".join(map(source, _SOURCES))
-    found = code_cache.obtained(code_cache.named([text]), functools.partial(_build, text))
-    made = ctypes.CDLL(found, ctypes.RTLD_GLOBAL)
+    load = functools.partial(ctypes.CDLL, mode=ctypes.RTLD_GLOBAL)
+    made = code_cache.obtained(code_cache.named([text]), functools.partial(_build, text), load)
     made.purestep_held.restype = ctypes.c_int64
     return made
 
