@@ -1365,7 +1365,7 @@ def test_a_mean_over_nothing_is_refused() -> None:
     program = ps.program(nn.Linear(4, 3), ps.supervised(nn.MSELoss()), optim.sgd(0.1))
     batch, state = (torch.zeros(0, 4), torch.zeros(0, 3)), program.init()
     assert not program.train_step(state, batch)[1]["applied"].total
-    with pytest.raises(StepContractError, match=r"runs in eager mode: ZeroDivisionError"):
+    with pytest.raises(StepContractError, match=r"^step: torch cannot compile the step: ZeroDivisionError"):
         ps.compile_step(program.train_step)(state, batch)
 
 

@@ -366,8 +366,9 @@ def _where(error: BaseException) -> str:
     if line := tracing.user_line(error):
         return line
     held = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    layers = [type(each).__name__ for each in held if isinstance(each, torch.nn.Module)]
-    return f"a {layers[-1]}" if layers else "step"
+    kinds = [type(each) for each in held if isinstance(each, torch.nn.Module)]
+    names = [kind.__name__ for kind in kinds if not kind.__module__.startswith("purestep.")]
+    return f"a {names[-1]}" if names else "step"
 
 
 def failed(error: Exception) -> Uncaptured:
