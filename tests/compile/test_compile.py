@@ -1332,7 +1332,7 @@ def test_a_look_of_torchs_own_at_a_value_has_its_cure(backend: str) -> None:
     step = partial(ps.compile_step, backend=backend)
     module = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, momentum=None))
     program = ps.program(module, ps.supervised(CRITERION), optim.sgd(0.1))
-    with pytest.raises(StepContractError, match=r"^a BatchNorm1d: .*cure: momentum=0\.1 in the BatchNorm"):
+    with pytest.raises(StepContractError, match=r"^a BatchNorm1d: .*cure: set momentum=0\.1 in the BatchNorm"):
         step(program.train_step)(program.init(), vector_batch())
     program = ps.program(nn.Linear(4, 3), ctc, optim.sgd(0.1))
     batch = torch.randn(6, 2, 4), torch.ones(2, 3).long(), torch.tensor([6, 6]), torch.tensor([3, 2])

@@ -95,7 +95,7 @@ def test_a_gradient_that_is_not_finite_in_an_open_window_stops_all_at_a_snapshot
     for each in found:
         *several, alone = each["open window"]
         for text, step in several:
-            assert "is not finite at call 4" in text, several  # the next exchange
+            assert "is not finite in the window open at call 4" in text, several  # the next exchange
             assert step == alone[1] + 1 == 3, each
 
 

@@ -124,12 +124,12 @@ def changing(model: Any, batch: Any) -> ps.Loss:
     [
         (scalar, "outputs/loss.*rows.*microbatches=1"),
         (columns, "outputs/columns.*rows.*microbatches=1"),
-        (changing, "key mismatch.*extra key.*more"),
+        (changing, "outputs differ between.*microbatches=1"),
     ],
 )
 def test_micro_batches_refuse_what_cannot_be_joined(loss: Any, text: str) -> None:
     program = made(loss, microbatches=2)
-    with pytest.raises((StepContractError, ValueError), match=f"(?s){text}"):
+    with pytest.raises(StepContractError, match=text):
         program.train_step(program.init(), data())
     alone = made(loss)
     assert alone.train_step(alone.init(), data())[1]["outputs"]

@@ -275,9 +275,12 @@ class Graphs:
         if made is None:
             return None
         run, traits, outside, fits = made
-        self.count += 1
         graph = _compiled(run, traits, outside, where, len(example), *found)
-        return _GeneralGraph(decided_by, graph, lambda batch: fits([batch[index] for index in where]))
+        general = _GeneralGraph(decided_by, graph, lambda batch: fits([batch[index] for index in where]))
+        if not all(general.fits(sizes.like(leaves, each)) for each in decided_by[sizes.FIRST :]):
+            return None  # it takes one number in a dimension that varies
+        self.count += 1
+        return general
 
 
 def _flatten_core(core: Any, leaves: list[Any], count: int) -> tuple[capture.Flat, list[int], list[Any]]:

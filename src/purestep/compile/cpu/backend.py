@@ -58,7 +58,7 @@ def compiled(
     build = functools.partial(aot.build, graph, [*inputs, *constants], chosen)
     if aot.may_be_fast(graph):
         cpp_library.loaded()
-    run = code_cache.obtained(code_cache.key(graph, chosen), build, functools.partial(_runner, constants=constants))
+    run = code_cache.obtained(code_cache.key(graph, chosen), build, lambda library: _runner(library, constants))
     threads = aot.threads(graph)
     return limit_threads(run, threads) if threads else run, fx_passes.draws(graph)
 

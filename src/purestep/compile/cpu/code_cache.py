@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...files import sync_file
 from .. import code_directory
 from . import graph_key
 
@@ -61,12 +60,17 @@ def obtained(name: str | None, build: Callable[[str], object], load: Callable[[s
         build(str(made))
         for calls in made.parent.glob("*.wrapper.json"):  # torch looks for it beside the library
             calls.chmod(0o600)
-            sync_file(calls)
+            _sync(calls)
             calls.replace(entry.with_suffix(".json"))
         made.chmod(0o700)
-        sync_file(made)
+        _sync(made)
         made.replace(entry)
     return load(str(entry))
+
+
+def _sync(file: Path) -> None:
+    with file.open("rb") as opened:
+        os.fsync(opened.fileno())
 
 
 def _is_entry(library: Path) -> bool:
