@@ -41,7 +41,7 @@ FAMILIES = {
     "mistral": "causal",
     "electra": "sequences",
     "resnet": "images",  # BatchNorm's buffers
-    "bart": "seq2seq",  # a buffer of its own
+    "bart": "seq2seq",  # it has a buffer, final_logits_bias
 }
 """By the family's name in transformers: the kind of its head and batches in `zoo.families.HEADS`."""
 

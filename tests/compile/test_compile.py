@@ -779,7 +779,7 @@ def test_a_known_graph_is_taken_without_waiting_for_those_who_make_one(
 ) -> None:
     program = mlp()
     step, state = compiled(program.train_step, donate=donate), program.init()
-    for rows in (8, 7, 6, 5, 8, 7):  # the third size decides, and then each one's graph is chosen anew
+    for rows in (8, 7, 6, 5, 8, 7):  # after the third size, each size is looked up once more
         state, _ = step(state, vector_batch(rows))
     monkeypatch.setattr(graphs, "exclusive", lambda: pytest.fail("one thread at a time"))
     for rows in (8, 6, 5, 7, 5, 6):  # a size of another process, or a new one, waits: its place decides its graph

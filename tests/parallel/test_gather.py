@@ -26,16 +26,19 @@ EQUAL: list[dict[str, Any]] = [
 FAULTY: list[dict[str, Any]] = [{**CASE, "kind": "uneven", "fault": "unmixed"}]
 
 
+CALLS: dict[str, list[Any]] = {
+    "steps": ["rigs.parallel.cases:steps", EQUAL + FAULTY],
+    "rows": ["rigs.parallel.cases:rows_gathered"],
+}
+
+
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
-    """The steps of all cases and the rows gathered, of each of two processes, which are started once."""
-    calls = [["rigs.parallel.cases:steps", EQUAL + FAULTY], ["rigs.parallel.cases:rows_gathered"]]
-    run = lambda: processes.run("rigs.parallel.processes:each", 2, args=[calls], timeout=240)  # noqa: E731
-    return processes.once(tmp_path_factory, "gather", lambda: [output.value for output in run()])
+def both(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return processes.returned(tmp_path_factory, "gather", CALLS)
 
 
-def test_losses_and_gradients_equal_one_process(both: list[list[Any]]) -> None:
-    found = both[0][0]
+def test_losses_and_gradients_equal_one_process(both: list[dict[str, Any]]) -> None:
+    found = both[0]["steps"]
     for case, one in zip(EQUAL, found, strict=False):
         assert one["far"] < 1e-12, (case, one)
         assert one["metrics"] < 1e-6, (case, one)
@@ -47,8 +50,8 @@ def test_three_processes_with_an_empty_share_equal_one() -> None:
     assert found[0]["far"] < 1e-12
 
 
-def test_rows_evaluations_and_errors(both: list[list[Any]]) -> None:
-    for _, found in both:
+def test_rows_evaluations_and_errors(both: list[dict[str, Any]]) -> None:
+    for found in (each["rows"] for each in both):
         assert found["uneven"] == [[0.0, 0.0], [1.0, 1.0], [1.0, 1.0], [1.0, 1.0]]
         assert found["integers"] == [0, 7, 1, 7]
         assert max(found[f"{kind} shares"] for kind in ("even", "uneven", "empty")) < 1e-6

@@ -69,13 +69,7 @@ CALLS: dict[str, list[Any]] = {
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each call returned, in each of two processes, which are started once."""
-
-    def compute() -> list[dict[str, Any]]:
-        outputs = processes.run("rigs.parallel.processes:each", 2, args=[list(CALLS.values())], timeout=400)
-        return [dict(zip(CALLS, output.value, strict=True)) for output in outputs]
-
-    return processes.once(tmp_path_factory, "layers", compute)
+    return processes.returned(tmp_path_factory, "layers", CALLS)
 
 
 @pytest.fixture

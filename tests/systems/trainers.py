@@ -1,4 +1,4 @@
-"""What the tests of several systems share: batches, a classifier, a run, and a program whose scores are given."""
+"""Batches, a classifier, a run, and a program whose scores are given, for the tests of several systems."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class Graphs:
         self._general: dict[Any, _GeneralGraph] = {}  # by structure, dtypes and ranks
         self._chosen: dict[Any, CompiledGraph] = {}  # by structure and size
         self._has_warned = False
-        self._values: dict[tuple[tree.TreeDef, int], list[Any]] = {}  # a leaf of a batch -> the numbers met there
+        self._values: dict[tuple[int, ...], list[list[Any]]] = {}  # places of numbers in a batch -> those met there
 
     @property
     def met(self) -> sizes.Met:
@@ -157,22 +157,23 @@ class Graphs:
     def _watch_values(self, batch: tree.TreeDef, leaves: list[Any]) -> None:
         """Log the first change of a number in the batch, and raise after `_MAX_CHANGES`. So of any other leaf that is
         not a tensor."""
-        for at, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor) or leaf is TEXT:
-                continue
-            value, met = constant(leaf), self._values.setdefault((batch, at), [])
-            if value in met:
-                continue
-            if met:
-                name = leaf_name(tree.paths(tree.unflatten(batch, [*range(len(leaves))]))[at])
-                changes = sum(len(each) - 1 for each in self._values.values() if each)
-                if changes == _MAX_CHANGES:
-                    what = f"the value has changed {changes + 1} times; each value would compile a graph"
-                    raise capture.Uncaptured(what, where=name, hint=_VALUE_CURE)
-                if not changes:
-                    text = "%s was %.40s, is %.40s: a graph holds it, so the step is recompiled (cure: %s)"
-                    log.warning(text, name, met[-1][1], value[1], _VALUE_CURE)
-            met.append(value)
+        others = ((at, leaf) for at, leaf in enumerate(leaves) if not isinstance(leaf, Tensor) and leaf is not TEXT)
+        found = {at: constant(leaf) for at, leaf in others}
+        met, values = self._values.setdefault(tuple(found), []), list(found.values())
+        if values in met:
+            return
+        if met:
+            at, (_, was), (_, now) = next(
+                each for each in zip(found, met[-1], values, strict=True) if each[1] != each[2]
+            )
+            name = leaf_name(tree.paths(tree.unflatten(batch, [*range(len(leaves))]))[at])
+            if len(met) > _MAX_CHANGES:
+                what = f"the value has changed {len(met)} times; each value would compile a graph"
+                raise capture.Uncaptured(what, where=name, hint=_VALUE_CURE)
+            if all(len(each) < 2 for each in self._values.values()):
+                text = "%s was %.40s, is %.40s: a graph holds it, so the step is recompiled (cure: %s)"
+                log.warning(text, name, was, now, _VALUE_CURE)
+        met.append(values)
 
     def _compile(self, exact: Any, leaves: list[Any], tensors: list[Tensor], build: Callable[[], Any]) -> CompiledGraph:
         """Compile what the size of a batch needs; see the class."""

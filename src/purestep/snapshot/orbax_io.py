@@ -81,7 +81,7 @@ def _quiet() -> Generator[None]:
     try:
         yield
     except Exception as error:
-        # Of a failed save orbax leaves coroutines that it never awaits.
+        # After a failed save, orbax never awaits some of its coroutines.
         classes = "OrbaxLayout|NumpyHandler|BasePyTreeCheckpointHandler"
         warnings.filterwarnings("ignore", f"coroutine '({classes})", RuntimeWarning)
         code = re.search(r"os_error_code='(\d+)'", str(error))

@@ -167,7 +167,7 @@ def unwrapped(value: Tensor) -> Tensor:
 
 
 def is_mapped(value: Tensor) -> bool:
-    """True if `torch.func.vmap` maps over the tensor, at any level of nested transforms.
+    """True if `torch.func.vmap` maps over the tensor, at any level of nested transforms. Dynamo cannot read it.
 
     Example:
         >>> import torch
@@ -176,7 +176,7 @@ def is_mapped(value: Tensor) -> bool:
         >>> seen, is_mapped(torch.zeros(3))
         ([True], False)
     """
-    while not torch.compiler.is_dynamo_compiling() and _functorch.is_functorch_wrapped_tensor(value):
+    while _functorch.is_functorch_wrapped_tensor(value):
         if _functorch.is_batchedtensor(value):
             return True
         value = _functorch.get_unwrapped(value)

@@ -127,6 +127,18 @@ def each(calls: Sequence[Sequence[Any]]) -> list[Any]:
     return found
 
 
+def returned(
+    factory: pytest.TempPathFactory, name: str, calls: Mapping[str, Sequence[Any]], *, timeout: float = 400
+) -> list[dict[str, Any]]:
+    """Make named calls, as for `each`, in two processes that are started once; return the results of each process."""
+
+    def compute() -> list[dict[str, Any]]:
+        outputs = run("rigs.parallel.processes:each", 2, args=[list(calls.values())], timeout=timeout)
+        return [dict(zip(calls, output.value, strict=True)) for output in outputs]
+
+    return once(factory, name, compute)
+
+
 def once(factory: pytest.TempPathFactory, name: str, compute: Callable[[], Any]) -> Any:
     """A JSON value that one of pytest's own worker processes computes for all: tests of a module may run in several."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
@@ -140,8 +152,8 @@ def once(factory: pytest.TempPathFactory, name: str, compute: Callable[[], Any])
 
 
 def free_port() -> int:
-    """A TCP port that is free now, below the ports that a system gives to whoever asks for any (Linux: 32768 and up):
-    tests beside this one ask for any, and a port that nobody listens on yet would soon be theirs."""
+    """A TCP port that is free now, outside of the ephemeral ports (Linux: 32768 and up), so that the system gives it to
+    no other process before it is used."""
     for port in random.SystemRandom().sample(range(10_000, 32_768), 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))

@@ -15,7 +15,7 @@ CASES = "rigs.parallel.snapshot_cases"
 
 
 def group(function: str, world: int, *args: Any, timeout: float = 120) -> list[Any]:
-    """What a function of `snapshot_cases` returns in every process, in the order of ranks."""
+    """Run a function of `snapshot_cases` in all processes; return its results in the order of ranks."""
     return [each.value for each in processes.run(f"{CASES}:{function}", world, args=args, timeout=timeout)]
 
 

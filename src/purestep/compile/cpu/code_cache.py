@@ -45,13 +45,13 @@ def obtained(name: str | None, build: Callable[[str], object], load: Callable[[s
     """
     for whole in (False, True):  # the directory may be another one once all that it contains is checked
         place = code_directory.directory(whole=whole) / "purestep"
-        if name is not None and _is_entry(place / f"{name}.so"):
+        entry = place / f"{name}.so"
+        if name is not None and _is_entry(entry):
             try:
-                return load(str(place / f"{name}.so"))
+                return load(str(entry))
             except (OSError, RuntimeError):
-                os.unlink(place / f"{name}.so")
+                entry.unlink(missing_ok=True)  # another process may have found it, too
     place.mkdir(mode=0o700, exist_ok=True)
-    entry = place / f"{name}.so"
     if name is None:
         entry = Path(tempfile.mkdtemp(dir=place), "step.so")
         atexit.register(shutil.rmtree, entry.parent, ignore_errors=True)
