@@ -17,7 +17,7 @@ import pytest
 import torch
 from helpers import assert_trees_close
 from torch import Tensor, library, nn
-from torch._inductor import config
+from torch._inductor import config, cpu_vec_isa
 from torch.nn import functional
 
 import purestep as ps
@@ -136,6 +136,19 @@ def test_a_kernel_with_a_fault_is_seen(right: str, wrong: str, tmp_path: Path):
     close([product(a, b, bias=bias)], [a.double() @ b.double() + bias])
     with pytest.raises(AssertionError):
         close([product(a, b, ctypes.CDLL(str(tmp_path / "step.so")), bias)], [a.double() @ b.double() + bias])
+
+
+def test_the_library_is_built_without_torchs_test_programs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Each takes seconds of g++, and torch itself uses these instructions."""
+    pick, found = cpu_vec_isa.pick_vec_isa, list[Any]()
+
+    def picked() -> Any:
+        found.append(config.cpp.vec_isa_ok)
+        return pick()
+
+    monkeypatch.setattr(cpu_vec_isa, "pick_vec_isa", picked)
+    cpp_library._build("", str(tmp_path / "step.so"))
+    assert found == [True]
 
 
 def test_the_same_products_with_narrower_vectors():

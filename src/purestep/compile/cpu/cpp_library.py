@@ -63,11 +63,12 @@ def loaded() -> ctypes.CDLL:
 
 
 def _build(text: str, library: str) -> None:
-    from torch._inductor import cpp_builder, cpu_vec_isa
+    from torch._inductor import config, cpp_builder, cpu_vec_isa
 
     builders: Any = cpp_builder
     file = Path(library).with_suffix(".cpp")
     file.write_text(text, encoding="utf-8")
-    options = builders.CppTorchOptions(vec_isa=cpu_vec_isa.pick_vec_isa())
+    with config.patch({"cpp.vec_isa_ok": True}):
+        options = builders.CppTorchOptions(vec_isa=cpu_vec_isa.pick_vec_isa())
     builder = builders.CppBuilder(file.stem, str(file), options, str(file.parent))
     builder.build()
