@@ -382,6 +382,13 @@ def checked_answer(state: Tree, answer: Tree, *, copied: bool) -> Tree:
             where="callbacks",
             hint="return None, a state of the same structure (event.state._replace(...)), or ps.Stop(reason)",
         )
+    for (path, old), (_, new) in zip(expected, given, strict=True):
+        if old.device != new.device and path.rpartition("/")[2] != "key":  # keys are read on the host
+            raise StateError(
+                f"a callback returned a state with {path} on {new.device}, and the run has it on {old.device}",
+                where="callbacks",
+                hint="ps.to_device(state, event.state)",
+            )
     return tree.clone(answer) if copied else answer
 
 
