@@ -15,6 +15,7 @@ import stat
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,15 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch):
     assert "epoch 1/3  train_loss 1.000  val_loss 0.101" in text
     assert stream.getvalue().endswith("\x1b[2K")  # the bar is wiped, the lines stay
     assert sys.stdout is sys.__stdout__ or not hasattr(sys.stdout, "rich_proxied_file")
+
+
+def test_a_bar_that_is_kept_holds_no_run():
+    sink, held = progress(io.StringIO()), torch.zeros(1)
+    gone = weakref.ref(held)
+    sink(dataclasses.replace(start(), position=lambda held=held: Position("train", 0, int(held))))
+    sink(fit_end({}))
+    del held
+    assert gone() is None
 
 
 def plain(stream: io.StringIO) -> str:
@@ -594,6 +604,27 @@ def test_a_resumed_run_never_appends_to_a_foreign_file(
     sink.close()
     assert keys(read(tmp_path / "metrics.txt")) == [("step", 6)]
     assert (tmp_path / "metrics.1.txt").read_text() == "a,b\n1,2\n"
+
+
+@FORMATS
+def test_a_resumed_run_never_appends_to_a_file_that_it_cannot_read(
+    tmp_path: Path,
+    make: Callable[..., Any],
+    read: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    sink = make(tmp_path / "metrics.txt")
+    for event in [start(), *map(logged, range(2, 7))]:
+        sink(event)
+    text = sink.path.read_text()
+    monkeypatch.setattr(row_files, "_LARGEST", len(text) - 1)
+    sink = make(tmp_path / "metrics.txt")
+    sink(start(updates=4, resumed=True))
+    sink(logged(5))
+    assert keys(read(tmp_path / "metrics.txt")) == [("step", 5)]
+    assert (tmp_path / "metrics.1.txt").read_text() == text
+    assert "metrics.txt: cannot be read, so it is renamed" in caplog.text
 
 
 @FORMATS
