@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import secrets
+import shutil
 import stat
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
@@ -157,7 +158,8 @@ def write_bytes(path: Path | str, data: bytes) -> None:
 
 def sync_file(path: Path | str) -> None:
     """Wait until the bytes of this file are on the disk."""
-    descriptor = regular(os.fspath(path), os.O_RDONLY)
+    writable = os.name == "nt"  # Windows flushes no file that was opened to read
+    descriptor = regular(os.fspath(path), os.O_RDWR if writable else os.O_RDONLY)
     try:
         _sync(descriptor)
     finally:
@@ -220,28 +222,16 @@ def subdirectory(root: Path, name: str) -> Path:
 
 
 def remove_tree(path: Path | str) -> None:
-    """Delete a file, or a directory with its contents. Links are deleted, not followed, also those that another process
-    puts there meanwhile.
+    """Delete a file, or a directory with its contents. Links are deleted, not followed.
 
     A missing file is no error. If readers could see a partly deleted tree, rename it first.
+
+    Raises:
+        OSError: the disk fails, or another process exchanges a directory for a link meanwhile.
     """
-    _remove(os.fspath(path), None)
-
-
-def _remove(name: str, folder: int | None) -> None:
-    """Delete a name in an open directory; None: in the working directory."""
-    with suppress(FileNotFoundError):
-        try:
-            inside = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
-        except OSError as error:
-            if error.errno not in (errno.ENOTDIR, errno.ELOOP):
-                raise
-            failpoint("files.unlink")
-            return os.unlink(name, dir_fd=folder)
-        try:
-            for entry in os.listdir(inside):
-                _remove(entry, inside)
-        finally:
-            os.close(inside)
-        failpoint("files.unlink")
-        os.rmdir(name, dir_fd=folder)
+    while os.path.lexists(path):  # before Python 3.13 `shutil.rmtree` stops at a name that has vanished meanwhile
+        with suppress(FileNotFoundError):
+            if os.path.islink(path) or not os.path.isdir(path):
+                os.unlink(path)
+            else:
+                shutil.rmtree(path)
