@@ -203,7 +203,7 @@ class _Run:
         self.schedule = EvalSchedule(intervals, feeds.train, window)
         self.accounting = Accounting(config.log_every, self.state, loop)
         self.checkpointer = Checkpointer(snapshots, feeds.train, program, saved=start.saved)
-        self.best_state = BestState(self.monitor.kept_by(snapshots), config.resume)
+        self.best_state = BestState(self.monitor.kept_by(snapshots), config.resume, self.state)
         deciding = signals, self.checkpointer, config.max_time
         self.decisions = Decisions(*deciding) if mesh is None else JointDecisions(*deciding, mesh, feeds.train)
         if not self.is_resumed:
@@ -561,7 +561,7 @@ class _Run:
 
     def _end(self, error: BaseException | None) -> None:
         """Dispatch FitEnd, whatever ended the run."""
-        self.best_state.end(self.state, self.loop)
+        self.best_state.end(self.loop)
         if isinstance(error, NonFiniteError | StepContractError):
             self.state = nonfinite_steps.before_halt(self.state)
             vars(error)["result"] = self._result()
