@@ -145,7 +145,7 @@ def fit(
         decisions.check_alike(mesh, lambda: {"snapshots": "None" if snapshots is None else "a directory"})
         store, owned = resume.open_snapshots(snapshots, settings)
         if store is not None and owned:
-            stack.callback(store.close)
+            stack.push(store)  # an error of its last save becomes a note on the error of the run
         listeners = Callbacks(
             inputs.callables("callbacks", callbacks), inputs.ready_sinks(sinks, store, settings, mesh)
         )
