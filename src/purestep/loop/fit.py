@@ -398,7 +398,10 @@ class _Run:
     def _explained(self, error: NonFiniteError) -> NonFiniteError:
         """Return the error of a halted state with an explanation."""
         self.state = nonfinite_steps.halt_spoilt(self.state)
-        window, frozen = self.accounting.window(error.step or 0), nonfinite_steps.before_halt(self.state)
+        window, frozen = (
+            self.accounting.window(error.step or 0),
+            nonfinite_steps.before_halt(self.state, self.accounting.key_ahead),
+        )
         return nonfinite_steps.explain(error, frozen, window, self.eager, self.feeds.train)
 
     def _evaluate(self, state: Tree, loop: LoopState, name: str) -> dict[str, float]:
@@ -563,7 +566,7 @@ class _Run:
         """Dispatch FitEnd, whatever ended the run."""
         self.best_state.end(self.loop)
         if isinstance(error, NonFiniteError | StepContractError):
-            self.state = nonfinite_steps.before_halt(self.state)
+            self.state = nonfinite_steps.before_halt(self.state, self.accounting.key_ahead)
             vars(error)["result"] = self._result()
             if self.decisions.size == 1:
                 nonfinite_steps.write_replay_file(error, self.checkpointer.snapshots)
