@@ -186,7 +186,7 @@ class _Run:
         window = program.static.accumulate if program.static else 1
         start = resume.starting_point(self.state, snapshots, config, feeds.train)
         self.state, loop, self.is_resumed = start.state, start.loop, start.is_resumed
-        self.state = inputs.windowed(self.state, window, loop.window)
+        inputs.check_window(self.state, window, loop.window)
         loop = self.monitor.resumed(loop)._replace(window=window, window_left=inputs.window_left(self.state, window))
         self.loop = loop
         self.eager = eager_program(program)
