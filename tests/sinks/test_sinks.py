@@ -26,10 +26,10 @@ import torch
 import purestep as ps
 from purestep.errors import WriteFailed
 from purestep.events import EpochEnd, EvalEnd, Event, FitEnd, FitStart, Logged, Position, Saved, StepEnd
+from purestep.loop.inputs import ready_sinks
 from purestep.sinks import (
     ProgressBar,
     csv,
-    default_sinks,
     guarded,
     history_json,
     jsonl,
@@ -880,10 +880,14 @@ def test_a_failing_close_is_told(caplog: pytest.LogCaptureFixture):
 
 
 def test_the_sinks_of_a_run_that_names_none(tmp_path: Path):
-    assert [type(sink).__name__ for sink in default_sinks(tmp_path)] == ["ProgressBar", "History"]
-    assert default_sinks(None, progress=False) == []
-    sinks = default_sinks(tmp_path, progress=False)
-    for sink in map(guarded, sinks):
+    def chosen(directory: Path | None, *, progress: bool) -> list[str]:
+        snapshots = None if directory is None else ps.Snapshots(directory)
+        found = ready_sinks(None, snapshots, ps.FitConfig(epochs=1, progress=progress), None)
+        return [type(sink.sink).__name__ for sink in found]
+
+    assert chosen(tmp_path, progress=True) == ["RunRecord", "ProgressBar", "History"]
+    assert chosen(None, progress=False) == []
+    for sink in ready_sinks(None, ps.Snapshots(tmp_path), ps.FitConfig(epochs=1, progress=False), None):
         for event in [start(), epoch_end(1)]:
             sink(event)
         sink.close()

@@ -403,7 +403,10 @@ def ready_sinks(
     if given is not None:
         guarded = [sinks.guarded(sink) for sink in callables("sinks", given)]
         return record + [sink for sink in guarded if not (config.fast_dev_run and sink.writes_files)]
-    return record + [sinks.guarded(sink) for sink in sinks.default_sinks(directory, progress=config.progress)]
+    chosen: list[Any] = [sinks.progress()] if config.progress else []
+    if directory is not None:
+        chosen.append(sinks.history_json(directory / "training_history.json"))
+    return record + [sinks.guarded(sink) for sink in chosen]
 
 
 def callables(name: str, given: Any) -> list[Any]:
