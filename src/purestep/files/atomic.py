@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
-from ..errors import ConfigError, WriteFailed
+from ..errors import ConfigError, WriteFailed, first_line
 from .failpoints import failpoint
 from .reading import regular
 
@@ -70,7 +70,7 @@ def write_failed(path: Path | str, error: BaseException, *, size: int | None = N
         run/a.json: could not be written: [Errno 122] Disk quota exceeded (cure: free space or use another disk)
     """
     code = error.errno if isinstance(error, OSError) else None
-    reason = f"[Errno {code}] {error.strerror}" if isinstance(error, OSError) and code else _first_line(error)
+    reason = f"[Errno {code}] {error.strerror}" if isinstance(error, OSError) and code else first_line(error)
     hint = {
         errno.ENOSPC: "free space or use another disk",
         errno.EDQUOT: "free space or use another disk",
@@ -85,11 +85,6 @@ def write_failed(path: Path | str, error: BaseException, *, size: int | None = N
     failed = WriteFailed(f"could not be written{amount}: {reason}", where=str(path), hint=hint)
     failed.errno = code
     return failed
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:300]}" if text else type(error).__name__
 
 
 def other_kind(path: Path | str) -> str:
