@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -86,7 +85,7 @@ def read_run(path: Path | str, *, verify: bool = False) -> StoredRun:
         history=history,
         lines=[row for row in lines if row["kind"] == "step"],
         best=_best(history, monitor),
-        size=_size(directory),
+        size=snapshot.size_of(directory),
         set_aside=snapshot.set_aside(directory),
         problems=problems,
     )
@@ -243,14 +242,3 @@ def finite(value: Any) -> float | None:
         return float(value) if is_number else None
     except OverflowError:  # an int of more than 300 digits
         return None
-
-
-def _size(directory: Path) -> int:
-    total = 0
-    for parent, _, names in os.walk(directory):
-        for name in names:
-            try:
-                total += os.lstat(os.path.join(parent, name)).st_size
-            except OSError:  # its writer has deleted it in the meantime
-                continue
-    return total
