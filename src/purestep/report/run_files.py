@@ -10,6 +10,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rich.filesize import decimal
+
 from .. import snapshot, stopping
 from ..errors import ConfigError, NotFound, SnapshotError
 from ..files import Holder, lock_holder
@@ -242,3 +244,36 @@ def finite(value: Any) -> float | None:
         return float(value) if is_number else None
     except OverflowError:  # an int of more than 300 digits
         return None
+
+
+# --- facts ------------------------------------------------------------------------------------------------------------
+
+
+def facts(run: StoredRun, *, verified: bool = False) -> dict[str, str]:
+    """The facts of a run as texts by name. ``verified``: every digest was compared."""
+    intact = [summary for summary in run.snapshots if summary.problem is None]
+    found = {"state": run.how}
+    if run.newest is None:
+        found["newest"] = "no snapshot yet" if not run.snapshots else "every snapshot is damaged"
+    else:
+        found["newest"] = f"snapshot {run.newest.step}, {age(run.newest.saved)}"
+    if run.monitor is not None and run.best is not None:
+        metric, row = run.monitor[0], run.history[run.best]
+        metrics = next((summary.metrics for summary in run.snapshots if summary.step == run.best_step), {})
+        kept = f"snapshot {run.best_step}" if metrics.get(metric) == row.get(metric) else "not kept as a snapshot"
+        place = f"epoch {row.get('epoch')}, update {row.get('step')}"
+        found["best"] = f"{metric} {number_text(row.get(metric))} at {place}, {kept}"
+    steps = ", ".join(str(summary.step) for summary in intact[-8:])
+    more = "..., " if len(intact) > 8 else ""
+    aside = f"; set aside: {', '.join(run.set_aside)}" if run.set_aside else ""
+    found["snapshots"] = f"{len(intact)}{': ' if intact else ''}{more}{steps}{aside}"
+    found["size"] = decimal(run.size)
+    if run.problems:
+        found["whole"] = "\n".join(["no:", *run.problems])
+    elif not run.snapshots:
+        found["whole"] = "nothing to check"
+    else:
+        found["whole"] = (
+            "yes: every digest agrees" if verified else "yes, by files and sizes (--verify reads every digest)"
+        )
+    return found
