@@ -333,7 +333,7 @@ def test_a_second_holder_is_told_who_the_first_is(tmp_path):
         with pytest.raises(
             errors.Locked, match=rf"pid {os.getpid()} on .* since 20.*, this very process.*writer=False"
         ):
-            files.DirectoryLock(tmp_path / "run").acquire(patience=0)
+            files.DirectoryLock(tmp_path / "run").acquire()
         assert lock.held
     assert not lock.held
     with files.DirectoryLock(tmp_path / "run") as second:
@@ -344,7 +344,7 @@ def test_a_lock_goes_with_its_last_reference(tmp_path):
     lock = files.DirectoryLock(tmp_path)
     lock.acquire()
     del lock
-    files.DirectoryLock(tmp_path).acquire(patience=0)
+    files.DirectoryLock(tmp_path).acquire()
 
 
 def test_a_holder_that_died_is_named_and_taken_over_from(tmp_path, caplog):
@@ -376,7 +376,7 @@ def test_a_lock_file_with_nonsense_in_it(tmp_path, content):
         assert lock.held
         (tmp_path / ".lock").write_text(content)
         with pytest.raises(errors.Locked, match="it has not written its pid yet"):
-            files.DirectoryLock(tmp_path).acquire(patience=0)
+            files.DirectoryLock(tmp_path).acquire()
 
 
 def test_a_lock_file_that_is_a_link_is_not_followed(tmp_path):
@@ -414,10 +414,10 @@ def test_a_forked_worker_does_not_keep_the_lock(tmp_path):
     with trainer:
         assert trainer.stdout.readline() == "False\n"
         with pytest.raises(errors.Locked, match=f"pid {trainer.pid} on"):
-            files.DirectoryLock(tmp_path).acquire(patience=0)
+            files.DirectoryLock(tmp_path).acquire()
         trainer.kill()
         trainer.wait()  # its worker still runs: it reads the pipe that is open here
-        files.DirectoryLock(tmp_path).acquire(patience=0)
+        files.DirectoryLock(tmp_path).acquire()
         assert trainer.poll() is not None
 
 
