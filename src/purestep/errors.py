@@ -24,6 +24,17 @@ def printable(text: str) -> str:
     return _HARMFUL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
+def first_line(error: BaseException) -> str:
+    """Return the class of an error and the first line of its message, of at most 300 characters.
+
+    Example:
+        >>> first_line(OSError("the disk is full\\nat sector 7"))
+        'OSError: the disk is full'
+    """
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:300]}" if text else type(error).__name__
+
+
 class PurestepError(Exception):
     """The base class: what is wrong, where, and the cure.
 

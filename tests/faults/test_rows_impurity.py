@@ -425,7 +425,7 @@ def test_row_48_a_donated_step_that_fails_half_way(kind: type[BaseException], tm
         ({}, "no snapshot has an earlier one"),
     ]
     for fields, told in sources:
-        error, seen = donated(5, kind, **fields)
+        error, seen = donated(5, kind, monitor="train_loss", **fields)
         note = next(note for note in error.__notes__ if "donated" in note)
         assert note.startswith("the state was donated at step 5, which failed")
         assert told in note
@@ -434,6 +434,7 @@ def test_row_48_a_donated_step_that_fails_half_way(kind: type[BaseException], tm
                 _ = state.params
         assert error.result.state is None
         assert len(error.result.history.get("epoch", [])) == 1
+        assert int(error.result.best_state.step) == 3
 
 
 @pytest.mark.compile

@@ -129,6 +129,33 @@ def test_the_place_is_right_in_a_run_that_goes_on_from_a_trained_state() -> None
     assert int(caught.value.result.state.updates) == 8 + 3 + 1
 
 
+def test_a_state_that_goes_on_after_a_halt_halts_at_the_right_place_again() -> None:
+    """The key counts the calls that a halted state has refused; its step does not."""
+    program = mlp(ema=0.9)
+    state = program.init()
+    for batch in poisoned(5, 2):
+        state, _ = program.train_step(state, batch)
+    assert int(state.key[1]) - int(state.step) == 2
+    state = state._replace(halted=torch.zeros_like(state.halted))
+    expected = state
+    for batch in batches(3):
+        expected, _ = program.train_step(expected, batch)
+    with pytest.raises(NonFiniteError, match=r"epoch 1, batch 4.*at call 4: batch/0") as caught:
+        fit(state, poisoned(6, 3), program, epochs=1)
+    assert_trees_close(caught.value.state, expected, exact=True)
+    assert_trees_close(caught.value.result.state, expected, exact=True)
+
+
+def test_an_error_of_the_last_save_does_not_hide_that_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PURESTEP_FAILPOINT", "snapshot.manifest=raise:EIO,snapshot.stage=sleep:0.3")
+    program = mlp()
+    with pytest.raises(NonFiniteError, match="epoch 2, batch 1") as caught:
+        fit(program.init(), Later(poisoned(3, 0), epoch=1), program, epochs=2, snapshots=tmp_path, log_every=1)
+    assert "the last save failed too: " in " ".join(caught.value.__notes__)
+
+
 class Later:
     """Batches of which those of one epoch are replaced."""
 

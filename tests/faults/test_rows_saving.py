@@ -177,7 +177,7 @@ def test_row_04_no_directory_to_write_into_is_told_before_the_first_step(
         check(tmp_path / "run", "not mounted read-only")
         with fails_without("purestep.files.lock.DirectoryLock.acquire"):
             check(tmp_path / "run", "not mounted read-only")
-    files.DirectoryLock(tmp_path / "run").acquire(patience=0)
+    files.DirectoryLock(tmp_path / "run").acquire()
     assert steps_of_a_fit(tmp_path / "made" / "on" / "the" / "way")
 
 

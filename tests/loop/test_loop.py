@@ -997,3 +997,27 @@ def test_settings_come_from_a_config_a_mapping_a_file_or_fields_and_fields_win(t
     for config in (ps.FitConfig(epochs=2), {"epochs": 2}, path):
         assert fit(program.init(), batches(1), program, config).epochs == 2
         assert fit(program.init(), batches(1), program, config, epochs=3).epochs == 3
+
+
+class OnMps(Tensor):
+    """A tensor as on MPS, which has no float64."""
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("mps")
+
+    def to(self, *args: Any, **options: Any) -> Tensor:
+        if torch.float64 in args:
+            raise TypeError("Cannot convert a MPS Tensor to float64")
+        return super().to(*args, **options)
+
+    def cpu(self) -> Tensor:
+        return self.as_subclass(Tensor)
+
+
+def test_metrics_of_several_dtypes_arrive_from_a_device_without_float64() -> None:
+    queue, sums = MetricQueue(), dict[str, tuple[float, float]]()
+    total, weight = torch.tensor(3.0).as_subclass(OnMps), torch.tensor(2).as_subclass(OnMps)
+    queue.add(SimpleNamespace(closing=True), {"loss": Mean(total, weight)})
+    queue.add_to(sums, wait=True)
+    assert sums == {"loss": (3.0, 2.0)}

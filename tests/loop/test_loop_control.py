@@ -182,6 +182,16 @@ def test_anything_else_that_a_callback_returns_is_an_error(answer: str) -> None:
         fit(program.init(), batches(2), program, epochs=1, callbacks=[at(events.StepEnd, 1, WRONG[answer])])
 
 
+def test_a_callback_returns_its_state_on_the_device_of_the_run() -> None:
+    program = mlp()
+
+    def moved(event: Any) -> Any:
+        return event.state._replace(params={name: p.to("meta") for name, p in event.state.params.items()})
+
+    with pytest.raises(StateError, match=r"params/\S+ on meta, and the run has it on cpu .*ps.to_device"):
+        fit(program.init(), batches(2), program, epochs=1, callbacks=[at(events.EpochEnd, 1, moved)])
+
+
 def test_callbacks_hear_the_end_whatever_it_was() -> None:
     program, heard = mlp(), []
 

@@ -15,6 +15,7 @@ import stat
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,10 @@ import torch
 import purestep as ps
 from purestep.errors import WriteFailed
 from purestep.events import EpochEnd, EvalEnd, Event, FitEnd, FitStart, Logged, Position, Saved, StepEnd
+from purestep.loop.inputs import ready_sinks
 from purestep.sinks import (
     ProgressBar,
     csv,
-    default_sinks,
     guarded,
     history_json,
     jsonl,
@@ -163,6 +164,15 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch):
     assert "epoch 1/3  train_loss 1.000  val_loss 0.101" in text
     assert stream.getvalue().endswith("\x1b[2K")  # the bar is wiped, the lines stay
     assert sys.stdout is sys.__stdout__ or not hasattr(sys.stdout, "rich_proxied_file")
+
+
+def test_a_bar_that_is_kept_holds_no_run():
+    sink, held = progress(io.StringIO()), torch.zeros(1)
+    gone = weakref.ref(held)
+    sink(dataclasses.replace(start(), position=lambda held=held: Position("train", 0, int(held))))
+    sink(fit_end({}))
+    del held
+    assert gone() is None
 
 
 def plain(stream: io.StringIO) -> str:
@@ -597,6 +607,27 @@ def test_a_resumed_run_never_appends_to_a_foreign_file(
 
 
 @FORMATS
+def test_a_resumed_run_never_appends_to_a_file_that_it_cannot_read(
+    tmp_path: Path,
+    make: Callable[..., Any],
+    read: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    sink = make(tmp_path / "metrics.txt")
+    for event in [start(), *map(logged, range(2, 7))]:
+        sink(event)
+    text = sink.path.read_text()
+    monkeypatch.setattr(row_files, "_LARGEST", len(text) - 1)
+    sink = make(tmp_path / "metrics.txt")
+    sink(start(updates=4, resumed=True))
+    sink(logged(5))
+    assert keys(read(tmp_path / "metrics.txt")) == [("step", 5)]
+    assert (tmp_path / "metrics.1.txt").read_text() == text
+    assert "metrics.txt: cannot be read, so it is renamed" in caplog.text
+
+
+@FORMATS
 def test_rows_stay_whole_after_a_failed_write(
     tmp_path: Path, make: Callable[..., Any], read: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ):
@@ -849,10 +880,14 @@ def test_a_failing_close_is_told(caplog: pytest.LogCaptureFixture):
 
 
 def test_the_sinks_of_a_run_that_names_none(tmp_path: Path):
-    assert [type(sink).__name__ for sink in default_sinks(tmp_path)] == ["ProgressBar", "History"]
-    assert default_sinks(None, progress=False) == []
-    sinks = default_sinks(tmp_path, progress=False)
-    for sink in map(guarded, sinks):
+    def chosen(directory: Path | None, *, progress: bool) -> list[str]:
+        snapshots = None if directory is None else ps.Snapshots(directory)
+        found = ready_sinks(None, snapshots, ps.FitConfig(epochs=1, progress=progress), None)
+        return [type(sink.sink).__name__ for sink in found]
+
+    assert chosen(tmp_path, progress=True) == ["RunRecord", "ProgressBar", "History"]
+    assert chosen(None, progress=False) == []
+    for sink in ready_sinks(None, ps.Snapshots(tmp_path), ps.FitConfig(epochs=1, progress=False), None):
         for event in [start(), epoch_end(1)]:
             sink(event)
         sink.close()

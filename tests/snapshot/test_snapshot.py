@@ -135,6 +135,16 @@ def test_keep_and_best(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "2", "5", "6"]
 
 
+def test_a_run_that_goes_on_with_another_monitor_keeps_its_own_best(tmp_path):
+    with Snapshots(tmp_path, keep=1, keep_best=1, monitor="loss") as snapshots:
+        snapshots.save(1, small(), metrics={"loss": 0.1, "acc": 0.9})
+    with Snapshots(tmp_path, keep=1, keep_best=1, monitor="acc", mode="max") as snapshots:
+        for step, acc in {2: 0.5, 3: 0.4, 4: 0.3}.items():
+            snapshots.save(step, small(), metrics={"acc": acc})
+        snapshots.wait()
+        assert snapshots.steps() == [2, 4]
+
+
 def test_best_by_the_largest(tmp_path):
     with Snapshots(tmp_path, keep=1, keep_best=2, monitor="acc", mode="max") as snapshots:
         for step, acc in enumerate([0.1, 0.9, 0.5, 0.7, 0.2]):

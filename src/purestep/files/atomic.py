@@ -6,13 +6,14 @@ import errno
 import os
 import re
 import secrets
+import shutil
 import stat
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
-from ..errors import ConfigError, WriteFailed
+from ..errors import ConfigError, WriteFailed, first_line
 from .failpoints import failpoint
 from .reading import regular
 
@@ -69,7 +70,7 @@ def write_failed(path: Path | str, error: BaseException, *, size: int | None = N
         run/a.json: could not be written: [Errno 122] Disk quota exceeded (cure: free space or use another disk)
     """
     code = error.errno if isinstance(error, OSError) else None
-    reason = f"[Errno {code}] {error.strerror}" if isinstance(error, OSError) and code else _first_line(error)
+    reason = f"[Errno {code}] {error.strerror}" if isinstance(error, OSError) and code else first_line(error)
     hint = {
         errno.ENOSPC: "free space or use another disk",
         errno.EDQUOT: "free space or use another disk",
@@ -84,11 +85,6 @@ def write_failed(path: Path | str, error: BaseException, *, size: int | None = N
     failed = WriteFailed(f"could not be written{amount}: {reason}", where=str(path), hint=hint)
     failed.errno = code
     return failed
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:300]}" if text else type(error).__name__
 
 
 def other_kind(path: Path | str) -> str:
@@ -157,7 +153,8 @@ def write_bytes(path: Path | str, data: bytes) -> None:
 
 def sync_file(path: Path | str) -> None:
     """Wait until the bytes of this file are on the disk."""
-    descriptor = regular(os.fspath(path), os.O_RDONLY)
+    writable = os.name == "nt"  # Windows flushes no file that was opened to read
+    descriptor = regular(os.fspath(path), os.O_RDWR if writable else os.O_RDONLY)
     try:
         _sync(descriptor)
     finally:
@@ -220,28 +217,16 @@ def subdirectory(root: Path, name: str) -> Path:
 
 
 def remove_tree(path: Path | str) -> None:
-    """Delete a file, or a directory with its contents. Links are deleted, not followed, also those that another process
-    puts there meanwhile.
+    """Delete a file, or a directory with its contents. Links are deleted, not followed.
 
     A missing file is no error. If readers could see a partly deleted tree, rename it first.
+
+    Raises:
+        OSError: the disk fails, or another process exchanges a directory for a link meanwhile.
     """
-    _remove(os.fspath(path), None)
-
-
-def _remove(name: str, folder: int | None) -> None:
-    """Delete a name in an open directory; None: in the working directory."""
-    with suppress(FileNotFoundError):
-        try:
-            inside = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
-        except OSError as error:
-            if error.errno not in (errno.ENOTDIR, errno.ELOOP):
-                raise
-            failpoint("files.unlink")
-            return os.unlink(name, dir_fd=folder)
-        try:
-            for entry in os.listdir(inside):
-                _remove(entry, inside)
-        finally:
-            os.close(inside)
-        failpoint("files.unlink")
-        os.rmdir(name, dir_fd=folder)
+    while os.path.lexists(path):  # before Python 3.13 `shutil.rmtree` stops at a name that has vanished meanwhile
+        with suppress(FileNotFoundError):
+            if os.path.islink(path) or not os.path.isdir(path):
+                os.unlink(path)
+            else:
+                shutil.rmtree(path)

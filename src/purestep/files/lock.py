@@ -20,6 +20,7 @@ from .atomic import make_directory, write_failed
 from .reading import regular
 
 _log = logging.getLogger("purestep")
+_PATIENCE = 0.2  # seconds to retry
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 
 
@@ -68,11 +69,8 @@ class DirectoryLock:
         """True while this object holds the lock, in this process."""
         return self._lock.is_locked or self._unguarded
 
-    def acquire(self, *, patience: float = 0.2) -> None:
+    def acquire(self) -> None:
         """Acquire the lock. Does nothing if this object holds it already.
-
-        Args:
-            patience: seconds to retry.
 
         Raises:
             Locked: another object holds it; the message has its pid, host and start time.
@@ -82,7 +80,7 @@ class DirectoryLock:
             return
         try:
             make_directory(self.path.parent)
-            self._take(patience)
+            self._take()
             self._sign()
         except OSError as error:
             self.release()
@@ -90,9 +88,9 @@ class DirectoryLock:
                 raise
             raise write_failed(self.path.parent, error) from error
 
-    def _take(self, patience: float) -> None:
+    def _take(self) -> None:
         try:
-            self._lock.acquire(timeout=patience)
+            self._lock.acquire(timeout=_PATIENCE)
         except filelock.Timeout:
             found = _parsed(_text(self.path))
             who, hint = "another run", "end that run"

@@ -63,14 +63,11 @@ def parsed_json(text: str | bytes) -> Any:
         raise ValueError("JSON nested too deeply") from None
 
 
-def read_json(path: Path | str, *, limit: int = LIMIT) -> Any:
-    """Read the JSON value in a regular file.
-
-    Args:
-        limit: the maximum size in bytes; a larger file is not read.
+def read_json(path: Path | str) -> Any:
+    """Read the JSON value in a regular file of at most `LIMIT` bytes.
 
     Raises:
         ValueError: the text is not UTF-8, not JSON, or nested too deeply.
         OSError: as `read_regular`.
     """
-    return parsed_json(read_regular(path, limit))
+    return parsed_json(read_regular(path, LIMIT))

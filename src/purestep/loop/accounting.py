@@ -46,8 +46,10 @@ class Accounting:
         self.lines: deque[Logged] = deque()
         """Complete log lines, which the run takes out."""
         self._log_every = log_every
-        calls = stacked.keys(state)[0][1] if isinstance(state, TrainState) else 0
+        calls, drawn = (int(state.step.max()), stacked.keys(state)[0][1]) if isinstance(state, TrainState) else (0, 0)
         self._before = calls - loop.calls  # calls of the train state before the first one of this run
+        self.key_ahead = drawn - calls
+        """Calls that the key counts and ``step`` does not: those that a halted state refused before it went on."""
         self._halts = can_halt(state)  # batches are held until their calls are known to be good
         self._warned = False
         self._refusals = 0  # refused updates in a row

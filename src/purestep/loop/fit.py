@@ -145,7 +145,7 @@ def fit(
         decisions.check_alike(mesh, lambda: {"snapshots": "None" if snapshots is None else "a directory"})
         store, owned = resume.open_snapshots(snapshots, settings)
         if store is not None and owned:
-            stack.callback(store.close)
+            stack.push(store)  # an error of its last save becomes a note on the error of the run
         listeners = Callbacks(
             inputs.callables("callbacks", callbacks), inputs.ready_sinks(sinks, store, settings, mesh)
         )
@@ -186,7 +186,7 @@ class _Run:
         window = program.static.accumulate if program.static else 1
         start = resume.starting_point(self.state, snapshots, config, feeds.train)
         self.state, loop, self.is_resumed = start.state, start.loop, start.is_resumed
-        self.state = inputs.windowed(self.state, window, loop.window)
+        inputs.check_window(self.state, window, loop.window)
         loop = self.monitor.resumed(loop)._replace(window=window, window_left=inputs.window_left(self.state, window))
         self.loop = loop
         self.eager = eager_program(program)
@@ -203,7 +203,7 @@ class _Run:
         self.schedule = EvalSchedule(intervals, feeds.train, window)
         self.accounting = Accounting(config.log_every, self.state, loop)
         self.checkpointer = Checkpointer(snapshots, feeds.train, program, saved=start.saved)
-        self.best_state = BestState(self.monitor.kept_by(snapshots), config.resume)
+        self.best_state = BestState(self.monitor.kept_by(snapshots), config.resume, self.state)
         deciding = signals, self.checkpointer, config.max_time
         self.decisions = Decisions(*deciding) if mesh is None else JointDecisions(*deciding, mesh, feeds.train)
         if not self.is_resumed:
@@ -398,7 +398,10 @@ class _Run:
     def _explained(self, error: NonFiniteError) -> NonFiniteError:
         """Return the error of a halted state with an explanation."""
         self.state = nonfinite_steps.halt_spoilt(self.state)
-        window, frozen = self.accounting.window(error.step or 0), nonfinite_steps.before_halt(self.state)
+        window, frozen = (
+            self.accounting.window(error.step or 0),
+            nonfinite_steps.before_halt(self.state, self.accounting.key_ahead),
+        )
         return nonfinite_steps.explain(error, frozen, window, self.eager, self.feeds.train)
 
     def _evaluate(self, state: Tree, loop: LoopState, name: str) -> dict[str, float]:
@@ -561,9 +564,9 @@ class _Run:
 
     def _end(self, error: BaseException | None) -> None:
         """Dispatch FitEnd, whatever ended the run."""
-        self.best_state.end(self.state, self.loop)
+        self.best_state.end(self.loop)
         if isinstance(error, NonFiniteError | StepContractError):
-            self.state = nonfinite_steps.before_halt(self.state)
+            self.state = nonfinite_steps.before_halt(self.state, self.accounting.key_ahead)
             vars(error)["result"] = self._result()
             if self.decisions.size == 1:
                 nonfinite_steps.write_replay_file(error, self.checkpointer.snapshots)

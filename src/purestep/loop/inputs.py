@@ -329,8 +329,8 @@ def window_left(state: Tree, window: int) -> int:
     return left
 
 
-def windowed(state: Tree, window: int, before: int) -> Tree:
-    """Return the state with an empty window of this program's size.
+def check_window(state: Tree, window: int, before: int) -> None:
+    """Check that the state comes from a run with the same ``accumulate``.
 
     Args:
         state: to train.
@@ -338,22 +338,18 @@ def windowed(state: Tree, window: int, before: int) -> Tree:
         before: the same in the run that the state comes from, 0 if unknown.
 
     Raises:
-        Mismatch: a window of another size is open.
+        Mismatch: it does not.
     """
     if window == 1 or not isinstance(state, TrainState):
-        return state
-    left = window_left(state, window)
-    before = before or max(left, window)  # more left than a window has: a larger window has just begun
-    if before == window:
-        return state
-    if left < before:
+        return
+    before = before or max(window_left(state, window), window)  # more left than a window has: a larger window
+    if before != window:
         raise Mismatch(
-            f"accumulate was {before} and is {window}, and the window that is open has {before - left} batches in it",
+            f"accumulate was {before} and is {window}",
             where="accum",
-            hint=f"ps.program(..., accumulate={before}); or close the window first: state, _ = program.flush(state), "
-            'of a program with tail="step" or "drop"',
+            hint=f"ps.program(..., accumulate={before}); or begin a new run with these weights: "
+            'snapshots.restore(template, only="params")',
         )
-    return state._replace(accum=state.accum._replace(left=torch.full_like(state.accum.left, window)))
 
 
 def checked_answer(state: Tree, answer: Tree, *, copied: bool) -> Tree:
@@ -382,6 +378,13 @@ def checked_answer(state: Tree, answer: Tree, *, copied: bool) -> Tree:
             where="callbacks",
             hint="return None, a state of the same structure (event.state._replace(...)), or ps.Stop(reason)",
         )
+    for (path, old), (_, new) in zip(expected, given, strict=True):
+        if old.device != new.device and path.rpartition("/")[2] != "key":  # keys are read on the host
+            raise StateError(
+                f"a callback returned a state with {path} on {new.device}, and the run has it on {old.device}",
+                where="callbacks",
+                hint="ps.to_device(state, event.state)",
+            )
     return tree.clone(answer) if copied else answer
 
 
@@ -400,7 +403,10 @@ def ready_sinks(
     if given is not None:
         guarded = [sinks.guarded(sink) for sink in callables("sinks", given)]
         return record + [sink for sink in guarded if not (config.fast_dev_run and sink.writes_files)]
-    return record + [sinks.guarded(sink) for sink in sinks.default_sinks(directory, progress=config.progress)]
+    chosen: list[Any] = [sinks.progress()] if config.progress else []
+    if directory is not None:
+        chosen.append(sinks.history_json(directory / "training_history.json"))
+    return record + [sinks.guarded(sink) for sink in chosen]
 
 
 def callables(name: str, given: Any) -> list[Any]:

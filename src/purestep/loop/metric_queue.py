@@ -220,7 +220,10 @@ def _packed(calls: Sequence[Metrics | MetricVector]) -> Tensor:
     kinds = {(part.dim(), part.dtype) for part in parts}
     if len(kinds) == 1 and parts[0].dim() == 0:
         return torch.stack(parts)
-    return torch.cat([part.detach().reshape(-1).to(torch.float64) for part in parts] or [torch.zeros(0)])
+    flat = [part.detach().reshape(-1) for part in parts]
+    # MPS has no float64.
+    flat = [part.cpu() if part.device.type == "mps" else part for part in flat]
+    return torch.cat([part.to(torch.float64) for part in flat] or [torch.zeros(0)])
 
 
 def _to_host(numbers: Tensor) -> tuple[Tensor, Any]:

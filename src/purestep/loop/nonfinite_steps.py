@@ -107,10 +107,14 @@ def _is_spoilt(node: TrainState) -> bool:
     return bool(processes.largest([not is_finite])[0])
 
 
-def before_halt(state: Tree) -> Tree:
+def before_halt(state: Tree, key_ahead: int = 0) -> Tree:
     """Return the tree with every halted state as it was before the call that halted it.
 
     A halted state refuses every change; the host advances the key in any case.
+
+    Args:
+        state: a tree of states.
+        key_ahead: calls that the key counted and ``step`` did not, before the state halted.
     """
 
     def one(node: Any) -> Any:
@@ -118,7 +122,7 @@ def before_halt(state: Tree) -> Tree:
             return node
         halted = node.halted != 0
         step = torch.where(halted, node.halted - 1, node.step)
-        calls = torch.where(halted.cpu(), step.cpu(), node.key[..., 1])
+        calls = torch.where(halted.cpu(), step.cpu() + key_ahead, node.key[..., 1])
         key = torch.stack([node.key[..., 0], calls], dim=-1)
         return TrainState(*node)._replace(step=step, halted=torch.zeros_like(node.halted), key=key)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import data, events, files, tree
-from ..compile import batch_sizes, is_alive, plain
+from ..compile import batch_sizes, plain
 from ..errors import NotFound
 from ..parallel import processes
 from ..snapshot import Snapshots
@@ -99,14 +99,17 @@ class BestState:
     Args:
         snapshots: None if the run saves none, or deletes the best one.
         resume: the setting; a path may name the directory of the best snapshot.
+        state: at the start of the run; a run that fails may leave no state with memory.
     """
 
-    def __init__(self, snapshots: Snapshots | None, resume: str | None) -> None:
+    def __init__(self, snapshots: Snapshots | None, resume: str | None, state: Tree) -> None:
         self._snapshots = snapshots
         self._resume = [] if resume in (None, "auto") else [Path(resume).absolute()]
         self._kept: tuple[tree.TreeDef, list[tuple[torch.device, Tensor]]] | None = None
         self._places: list[tuple[Path, int]] = []
-        self._template: Tree = None  # a state of the right shapes that takes no memory
+        leaves, treedef = tree.flatten(state)
+        empty = [torch.empty((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape) for leaf in leaves]
+        self._template = tree.unflatten(treedef, empty)  # it takes no memory
 
     def keep(self, state: Tree) -> None:
         """Keep the state of the best row; it is saved already if the run has snapshots."""
@@ -114,15 +117,12 @@ class BestState:
             leaves, treedef = tree.flatten(plain(state))
             self._kept = treedef, [(leaf.device, leaf.detach().to("cpu", copy=True)) for leaf in leaves]
 
-    def end(self, state: Tree, loop: LoopState) -> None:
-        """Remember where the best state is: the run has ended, and its last state may be donated before the call."""
+    def end(self, loop: LoopState) -> None:
+        """Remember where the best state is: the run has ended."""
         directories = [] if self._snapshots is None else [self._snapshots.directory]
         self._snapshots = None  # locks and threads, which a pickled result cannot have
-        if loop.best_step is not None and state is not None and is_alive(state):
+        if loop.best_step is not None:
             self._places = [(directory, loop.best_step) for directory in directories + self._resume]
-            leaves, treedef = tree.flatten(state)
-            empty = [torch.empty((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape) for leaf in leaves]
-            self._template = tree.unflatten(treedef, empty)
 
     def __repr__(self) -> str:
         place = "in memory" if self._kept is not None else f"in {self._places[0][0]}" if self._places else "nowhere"

@@ -17,7 +17,7 @@ from rich.filesize import decimal
 from ..errors import ConfigError, printable
 from ..files import local_path, write_bytes
 from .curves import Curve, quantities
-from .run_files import StoredRun, age, finite, number_text, when
+from .run_files import StoredRun, facts, finite, number_text, when
 
 _COLUMNS = 2  # of charts
 _HEIGHT = 320  # of a chart, with the gap below
@@ -68,7 +68,7 @@ def write_page(runs: list[StoredRun], path: Path | str) -> int:
 <meta http-equiv="Content-Security-Policy" content="{policy}">
 <meta name="viewport" content="width=device-width, initial-scale=1"><style>{_STYLE}</style></head>
 <body><h1>{title}</h1><p>Written {when(time.time())} by purestep.</p>
-{_compared("Runs", list(map(_facts, runs)), names)}
+{_compared("Runs", list(map(facts, runs)), names)}
 {charts}
 {_compared("Settings of fit", [{} if run.info is None else run.info.settings for run in runs], names)}
 {_compared("Versions and machine", [{} if run.newest is None else run.newest.environment for run in runs], names)}
@@ -165,23 +165,6 @@ def _traces(curve: Curve, quantity: str, label: str, line: dict[str, Any], run: 
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
-
-
-def _facts(run: StoredRun) -> dict[str, str]:
-    facts = {"state": run.how}
-    if run.monitor is not None and run.best is not None:
-        row, metric = run.history[run.best], run.monitor[0]
-        facts["best"] = f"{metric} {number_text(row.get(metric))} at epoch {row.get('epoch')}"
-    if run.history:
-        facts["last"] = f"epoch {run.history[-1].get('epoch')}, step {run.history[-1].get('step')}"
-    if run.newest is not None:
-        facts["newest snapshot"] = f"{run.newest.step}, {age(run.newest.saved)}"
-    facts["size"] = decimal(run.size)
-    if run.problems:
-        facts["problems"] = "; ".join(run.problems)
-    if run.set_aside:
-        facts["set aside"] = ", ".join(run.set_aside)
-    return facts
 
 
 def _compared(title: str, columns: list[Mapping[str, Any]], names: list[str]) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from rich.filesize import decimal
 
 from .. import snapshot, stopping
 from ..errors import ConfigError, NotFound, SnapshotError
@@ -86,7 +87,7 @@ def read_run(path: Path | str, *, verify: bool = False) -> StoredRun:
         history=history,
         lines=[row for row in lines if row["kind"] == "step"],
         best=_best(history, monitor),
-        size=_size(directory),
+        size=snapshot.size_of(directory),
         set_aside=snapshot.set_aside(directory),
         problems=problems,
     )
@@ -245,12 +246,34 @@ def finite(value: Any) -> float | None:
         return None
 
 
-def _size(directory: Path) -> int:
-    total = 0
-    for parent, _, names in os.walk(directory):
-        for name in names:
-            try:
-                total += os.lstat(os.path.join(parent, name)).st_size
-            except OSError:  # its writer has deleted it in the meantime
-                continue
-    return total
+# --- facts ------------------------------------------------------------------------------------------------------------
+
+
+def facts(run: StoredRun, *, verified: bool = False) -> dict[str, str]:
+    """The facts of a run as texts by name. ``verified``: every digest was compared."""
+    intact = [summary for summary in run.snapshots if summary.problem is None]
+    found = {"state": run.how}
+    if run.newest is None:
+        found["newest"] = "no snapshot yet" if not run.snapshots else "every snapshot is damaged"
+    else:
+        found["newest"] = f"snapshot {run.newest.step}, {age(run.newest.saved)}"
+    if run.monitor is not None and run.best is not None:
+        metric, row = run.monitor[0], run.history[run.best]
+        metrics = next((summary.metrics for summary in run.snapshots if summary.step == run.best_step), {})
+        kept = f"snapshot {run.best_step}" if metrics.get(metric) == row.get(metric) else "not kept as a snapshot"
+        place = f"epoch {row.get('epoch')}, update {row.get('step')}"
+        found["best"] = f"{metric} {number_text(row.get(metric))} at {place}, {kept}"
+    steps = ", ".join(str(summary.step) for summary in intact[-8:])
+    more = "..., " if len(intact) > 8 else ""
+    aside = f"; set aside: {', '.join(run.set_aside)}" if run.set_aside else ""
+    found["snapshots"] = f"{len(intact)}{': ' if intact else ''}{more}{steps}{aside}"
+    found["size"] = decimal(run.size)
+    if run.problems:
+        found["whole"] = "\n".join(["no:", *run.problems])
+    elif not run.snapshots:
+        found["whole"] = "nothing to check"
+    else:
+        found["whole"] = (
+            "yes: every digest agrees" if verified else "yes, by files and sizes (--verify reads every digest)"
+        )
+    return found

@@ -6,12 +6,11 @@ import io
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.filesize import decimal
 from rich.markup import escape
 from rich.table import Table
 
 from ..errors import printable
-from .run_files import Row, StoredRun, age, number_text
+from .run_files import Row, StoredRun, facts, number_text
 
 _ROWS = 8  # of the history
 
@@ -27,12 +26,12 @@ def shown(run: StoredRun, *, width: int = 80, color: bool = False, verified: boo
     """
     console = Console(file=io.StringIO(), width=width, force_terminal=color, color_system="auto" if color else None)
     console.print(f"[bold]{_safe(str(run.directory))}[/]", soft_wrap=True, highlight=False)
-    facts = Table.grid(padding=(0, 2))
-    facts.add_column(no_wrap=True)
-    facts.add_column()
-    for name, text in _facts(run, verified=verified):
-        facts.add_row(name, _safe(text))
-    console.print(facts, highlight=False)
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True)
+    grid.add_column()
+    for name, text in facts(run, verified=verified).items():
+        grid.add_row(name, _safe(text))
+    console.print(grid, highlight=False)
     if run.history:
         console.print(_rows(run, width), highlight=False)
     assert isinstance(console.file, io.StringIO)
@@ -43,36 +42,6 @@ def shown(run: StoredRun, *, width: int = 80, color: bool = False, verified: boo
 def _safe(text: str) -> str:
     """A text of the run, without control characters and without rich's markup."""
     return escape(printable(text))
-
-
-def _facts(run: StoredRun, *, verified: bool) -> list[tuple[str, str]]:
-    intact = [summary for summary in run.snapshots if summary.problem is None]
-    facts = [("state", run.how)]
-    if run.newest is None:
-        facts.append(("newest", "no snapshot yet" if not run.snapshots else "every snapshot is damaged"))
-    else:
-        facts.append(("newest", f"snapshot {run.newest.step}, {age(run.newest.saved)}"))
-    if run.monitor is not None and run.best is not None:
-        metric, row = run.monitor[0], run.history[run.best]
-        metrics = next((found.metrics for found in run.snapshots if found.step == run.best_step), {})
-        kept = f"snapshot {run.best_step}" if metrics.get(metric) == row.get(metric) else "not kept as a snapshot"
-        place = f"epoch {row.get('epoch')}, update {row.get('step')}"
-        facts.append(("best", f"{metric} {number_text(row.get(metric))} at {place}, {kept}"))
-    steps = ", ".join(str(summary.step) for summary in intact[-8:])
-    more = "..., " if len(intact) > 8 else ""
-    aside = f"; set aside: {', '.join(run.set_aside)}" if run.set_aside else ""
-    facts.append(("snapshots", f"{len(intact)}{': ' if intact else ''}{more}{steps}{aside}"))
-    facts.append(("size", decimal(run.size)))
-    facts.append(("whole", _wholeness(run, verified=verified)))
-    return facts
-
-
-def _wholeness(run: StoredRun, *, verified: bool) -> str:
-    if run.problems:
-        return "\n".join(["no:", *run.problems])
-    if not run.snapshots:
-        return "nothing to check"
-    return "yes: every digest agrees" if verified else "yes, by files and sizes (--verify reads every digest)"
 
 
 def _rows(run: StoredRun, width: int) -> Table:

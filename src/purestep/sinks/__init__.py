@@ -5,14 +5,12 @@ json_history  the history as JSON
 row_files     CSV and JSON lines
 tensorboard   event files of TensorBoard
 trackers      Weights & Biases, MLflow
-default       the sinks of a run that names none
 guarded       a wrapper that keeps a failing or hanging sink from harming the run
 output        the file of a sink
 """
 
 from .console import ProgressBar as ProgressBar
 from .console import progress as progress
-from .default import default_sinks as default_sinks
 from .guarded import Guarded as Guarded
 from .guarded import Sink as Sink
 from .guarded import guarded as guarded

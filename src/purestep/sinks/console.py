@@ -48,6 +48,7 @@ class ProgressBar:
         bar, self._bar = self._bar, None
         if bar is not None:
             bar.stop()
+        self._start = None  # its `position` holds the run, with the state and the batches
 
     def _place(self, room: int) -> Place:
         from .live_bar import Place

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv as csv_format
 import io
 import json
+import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -21,6 +22,7 @@ from .json_history import Row
 from .output import OutputFile, finite
 
 _LARGEST = 1 << 27  # bytes of a file: a million rows
+_log = logging.getLogger("purestep")
 
 
 class RowFile(OutputFile):
@@ -55,9 +57,13 @@ class RowFile(OutputFile):
             self._add({"kind": "epoch", "step": event.updates, **event.record})
 
     def _begin(self, event: FitStart) -> None:
-        rows = self._read() if event.resumed else []
+        rows: list[Row] = []
+        try:
+            rows = self._read() if event.resumed else []
+        except (OSError, ValueError) as error:
+            _log.warning("%s: cannot be read, so it is renamed and a new file is begun: %s", self.path, error)
         if not rows:
-            self.set_aside()  # of another run, or not written by this sink
+            self.set_aside()  # of another run, not written by this sink, or not readable
         # If the run was killed between a row of the history and its snapshot, the row comes again. The step does not
         # identify it: two rows have the same step if the window between them was dropped.
         epochs = count(1)

@@ -20,5 +20,6 @@ from .snapshots import Snapshots as Snapshots
 from .stored_steps import StoredStep as StoredStep
 from .stored_steps import read_history as read_history
 from .stored_steps import set_aside as set_aside
+from .stored_steps import size_of as size_of
 from .stored_steps import stored_steps as stored_steps
 from .stored_steps import verify as verify

@@ -30,7 +30,7 @@ from typing import Annotated, Any, Literal, NamedTuple, cast
 import numpy as np
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from ..errors import Corrupt, Mismatch, SnapshotError
+from ..errors import Corrupt, Mismatch, SnapshotError, first_line
 from ..files import LIMIT, parsed_json, read_regular, regular
 from ..state import nearest
 from . import history as history_
@@ -421,8 +421,7 @@ def unreadable(where: Path, error: Exception) -> SnapshotError:
     A process without memory, file descriptors, threads or permissions cannot read an intact snapshot either, so such an
     error does not mark the snapshot as damaged.
     """
-    text = str(error).strip().splitlines()
-    found = f"cannot be read: {type(error).__name__}: {text[0][:300] if text else ''}"
+    found = f"cannot be read: {first_line(error)}"
     own = isinstance(error, MemoryError) or getattr(error, "errno", None) in _OWN_ERRORS or "new thread" in found
     if own:
         return SnapshotError(

@@ -14,6 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from ..errors import first_line
 from ..events import Event, FitEnd, FitStart
 from ..files import read_json, write_bytes
 
@@ -55,7 +56,8 @@ class RunRecord:
             here = (event.resumed, os.getpid(), socket.gethostname(), self._settings)
             self._write(RunInfo(_now(), None, None, None, *here))
         elif isinstance(event, FitEnd) and self._info is not None:
-            self._write(self._info._replace(ended=_now(), reason=event.reason, error=_line(event.error)))
+            error = None if event.error is None else first_line(event.error)
+            self._write(self._info._replace(ended=_now(), reason=event.reason, error=error))
 
     def _write(self, info: RunInfo) -> None:
         self._info = info
@@ -101,10 +103,3 @@ def _without_secrets(value: Any) -> Any:
 
 def _now() -> str:
     return datetime.now().astimezone().isoformat(timespec="seconds")
-
-
-def _line(error: BaseException | None) -> str | None:
-    if error is None:
-        return None
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:500]}" if text else type(error).__name__

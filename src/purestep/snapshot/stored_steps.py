@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,11 +19,9 @@ class StoredStep(NamedTuple):
     step: int
     saved: float  # seconds since the epoch
     size: int  # bytes of its files
-    leaves: int
     metrics: Mapping[str, float]
     monitor: tuple[str, str] | None
     environment: Mapping[str, Any]
-    loop: Any
     problem: str | None  # why it cannot be restored, in one line; the fields above are empty then
 
 
@@ -45,13 +44,9 @@ def _stored_step(root: Path, step: int) -> StoredStep | None:
         saved = (folder / manifests.NAME).stat().st_mtime
         read = manifests.read(folder)
     except (SnapshotError, OSError) as error:
-        return (
-            None if _is_gone(root, step) else StoredStep(step, 0.0, _size(folder), 0, {}, None, {}, None, _line(error))
-        )
+        return None if _is_gone(root, step) else StoredStep(step, 0.0, size_of(folder), {}, None, {}, _line(error))
     size = sum(file.size for file in read.files.values())
-    return StoredStep(
-        step, saved, size, len(read.leaves), read.metrics, read.monitor, read.environment, read.loop, None
-    )
+    return StoredStep(step, saved, size, read.metrics, read.monitor, read.environment, None)
 
 
 def read_history(root: Path, step: int) -> dict[str, list[Any]]:
@@ -92,9 +87,14 @@ def _is_gone(root: Path, step: int) -> bool:
     return not directory.place(root, step).exists()
 
 
-def _size(folder: Path) -> int:
-    files = (os.path.join(parent, name) for parent, _, names in os.walk(folder) for name in names)
-    return sum(os.lstat(path).st_size for path in files if os.path.lexists(path))
+def size_of(folder: Path) -> int:
+    """The bytes of the files in a directory."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):  # its writer has deleted it in the meantime
+                total += os.lstat(os.path.join(parent, name)).st_size
+    return total
 
 
 def _line(error: Exception) -> str:

@@ -229,8 +229,10 @@ def _retire(job: Job) -> None:
             return
         found = directory.intact(job.root)
         kept = {manifest.step for manifest in found[-job.keep :]} | {job.manifest.step}
-        if job.manifest.monitor is not None and job.keep_best:
-            kept |= set(directory.best(found, *job.manifest.monitor, count=job.keep_best))
+        monitor = job.manifest.monitor
+        if monitor is not None and job.keep_best:  # a step that was saved under another monitor is not ranked
+            ranked = [manifest for manifest in found if manifest.monitor == monitor]
+            kept |= set(directory.best(ranked, *monitor, count=job.keep_best))
         for manifest in found:
             if manifest.step not in kept:
                 directory.retire(job.root, manifest.step)

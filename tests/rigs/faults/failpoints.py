@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import builtins
 import errno
+import functools
 import os
 import signal
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from purestep import files
 
@@ -26,7 +29,7 @@ POINTS: dict[str, str] = {
     "files.write": "before a file is written under its temporary name",
     "files.rename": "after a file was flushed, before the rename",
     "files.renamed": "after the rename, before the directory is flushed",
-    "files.unlink": "before each file or directory of a tree is deleted",
+    "files.unlink": "before each file or directory inside a tree is deleted",
     "snapshot.copy": "in the caller's thread, before the state is copied to host memory",
     "snapshot.stage": "in the writer, before the first byte is written",
     "snapshot.digest": "after the values were written, before the checksums",
@@ -51,6 +54,23 @@ hits: Counter[str] = Counter()
 def install() -> None:
     """Follow the plan of this process, now and whenever one is set later."""
     files.set_hook(passed)
+    # `shutil.rmtree` looks both up at each call, and passes the open folder.
+    os.unlink = _preceded(os.unlink)
+    os.rmdir = _preceded(os.rmdir)
+
+
+def _preceded(delete: Callable[..., None]) -> Callable[..., None]:
+    """The call with the point "files.unlink" before it, if it deletes from an open folder."""
+    if hasattr(delete, "__wrapped__"):
+        return delete
+
+    @functools.wraps(delete)
+    def preceded(path: Any, *, dir_fd: int | None = None) -> None:
+        if dir_fd is not None:
+            passed("files.unlink")
+        delete(path, dir_fd=dir_fd)
+
+    return preceded
 
 
 def passed(name: str) -> None:
