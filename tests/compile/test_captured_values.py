@@ -246,6 +246,88 @@ def test_a_value_of_every_call_is_an_error():
     watched()
 
 
+def test_an_object_that_changes_with_a_number_counts_as_another_object():
+    """Graphs of a function that is gone are forgotten: another may get its id."""
+    alpha, scale = 0.1, lambda x: x
+
+    def objective(model: Any, batch: Any) -> ps.Loss:
+        return weighed(model, batch, scale(alpha))
+
+    watched = CapturedValues(ps.program(warm(), objective, ps.optim.sgd(0.1)).train_step)
+    watched()
+    alpha, scale = 0.2, lambda x: 2 * x
+    watched()
+    assert watched.objects == 1
+
+
+def test_a_step_that_counts_its_traces_has_one_graph_for_a_size():
+    calls = 0
+
+    def objective(model: Any, batch: Any) -> ps.Loss:
+        nonlocal calls
+        calls += 1
+        return weighed(model, batch, 0.0)
+
+    program = ps.compile_program(ps.program(warm(), objective, ps.optim.sgd(0.1)), backend="aot_eager")
+    state, long = program.init(), (torch.ones(6, 2), torch.ones(6, 1))
+    assert program.eval_step is not None
+    for _ in range(2):
+        for each in (batch(), long):
+            program.eval_step(state, each)
+            state, _ = program.train_step(state, each)
+    assert (program.train_step.graphs, program.eval_step.graphs) == (2, 2)
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor, skips: bool) -> Tensor:
+        return self.last(x if skips else self.first(x))
+
+
+def test_a_state_lives_on_where_the_trace_of_another_packing_fails():
+    """Parameters without a gradient are packed in another way, and the step is traced again."""
+    calls, skips = 0, False
+
+    def objective(model: Any, batch: Any) -> ps.Loss:
+        nonlocal calls
+        calls += 1
+        y = model(batch[0], skips)
+        if calls == 3:
+            float(y.sum())
+        return ps.Loss(y.square().mean(), 4, {})
+
+    program = ps.program(Two(), objective, ps.optim.adamw(0.1))
+    step = ps.compile_step(program.train_step, donate=True, backend="aot_eager")
+    state, _ = step(program.init(), batch())
+    skips = True
+    with pytest.raises(ps.errors.StepContractError, match="reads the value"):
+        step(state, batch())
+    assert calls == 3
+    program.train_step(state, batch())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_tensor_that_a_trace_stores_under_a_new_name_is_taken_out(fails: bool):
+    held: dict[str, Tensor] = {}
+    listed: list[Tensor] = []
+
+    def objective(model: Any, batch: Any) -> ps.Loss:
+        held["mask"] = batch[0] > 0
+        listed.append(batch[0])
+        if fails and held["mask"].any():
+            raise AssertionError
+        return weighed(model, batch, 0.0)
+
+    step = ps.compile_step(ps.program(warm(), objective, ps.optim.sgd(0.1)).train_step, backend="aot_eager")
+    with pytest.raises(ps.errors.StepContractError, match="reads the value" if fails else "stores a tensor"):
+        step(ps.program(warm(), objective, ps.optim.sgd(0.1)).init(), batch())
+    assert not held
+    assert not listed
+
+
 def _watched(objective: Any) -> tuple[CapturedValues, list[int]]:
     """What watches a step that has been called, and a list that grows when it looks for places again."""
     watched = CapturedValues(ps.program(warm(), objective, ps.optim.sgd(0.1)).train_step)

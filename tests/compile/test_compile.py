@@ -1181,6 +1181,46 @@ def test_a_step_that_reads_text_of_a_batch_is_refused(read: str) -> None:
 
 
 @pytest.mark.compile
+def test_an_eval_step_that_reads_the_number_of_the_batch_is_refused() -> None:
+    """A graph would hold 0. One that passes it on is right: the host seeds."""
+    program = ps.program(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), ps.supervised(nn.MSELoss()), optim.sgd(0.1))
+    evaluate, state, batch = program.eval_step, program.init(), (torch.ones(8, 4), torch.zeros(8, 4))
+    assert evaluate is not None
+
+    def passed(state: Any, batch: Any, *, index: int = 0) -> Any:
+        return evaluate(state, batch, index=index)
+
+    def read(state: Any, batch: Any, *, index: int = 0) -> Any:
+        return evaluate(state, batch) if index < 3 else {}
+
+    found = ps.compile_program(program._replace(eval_step=passed), backend="aot_eager").eval_step
+    assert found is not None
+    assert_trees_close(found(state, batch, index=5), evaluate(state, batch, index=5))
+    refused = ps.compile_program(program._replace(eval_step=read), backend="aot_eager").eval_step
+    assert refused is not None
+    with pytest.raises(StepContractError, match="the eval_step reads the number of the batch"):
+        refused(state, batch, index=5)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("donate", FORMS)
+@pytest.mark.parametrize("parts", [lambda x: x.chunk(2, 1), lambda x: x.unbind(), lambda x: x.split([1, 3], 1)])
+def test_a_batch_that_is_written_through_one_of_its_parts_stays(donate: bool, parts: Any) -> None:
+    def objective(model: Any, batch: Any) -> ps.Loss:
+        parts(batch[0])[0].sub_(1)
+        return ps.supervised(nn.MSELoss())(model, batch)
+
+    step = ps.compile_step(
+        (program := ps.program(nn.Linear(4, 4), objective, optim.sgd(0.1))).train_step,
+        donate=donate,
+        backend="aot_eager",
+    )
+    batch = torch.ones(8, 4), torch.zeros(8, 4)
+    step(program.init(), batch)
+    assert torch.equal(batch[0], torch.ones(8, 4))
+
+
+@pytest.mark.compile
 @pytest.mark.parametrize("donate", FORMS)
 def test_a_tensor_in_two_places_of_a_batch_makes_no_graph_of_one_input(donate: bool) -> None:
     program = ps.program(nn.Linear(4, 4), ps.supervised(nn.MSELoss()), optim.sgd(0.1))

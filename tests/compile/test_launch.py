@@ -364,14 +364,16 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
 
     def record(self: Any, run: Any, tensors: list[Tensor], leaves: list[Any], outside: list[Tensor], pool: Any) -> None:
         self.leaves = [replay.strided_clone(leaf) for leaf in leaves]
-        self.memory = [replay._strided_memory(leaf) for leaf in self.leaves]
+        self.memory = [replay.memory_of(leaf) for leaf in self.leaves]
         before = [tensor.clone() for tensor in tensors]
         self.outputs = run(tensors, self.leaves, outside)
         for tensor, old in zip(tensors, before, strict=True):
             tensor.copy_(old)
-        self.graph = Recorder()
+        self.graph, held = Recorder(), weakref.ref(run)  # a CUDA graph holds kernels, no function
 
         def work() -> None:
+            run = held()
+            assert run is not None
             fresh = ps.tree.leaves(run(tensors, self.leaves, outside))
             for old, new in zip(ps.tree.leaves(self.outputs), fresh, strict=True):
                 if isinstance(old, Tensor):
@@ -462,18 +464,32 @@ def test_one_function_is_recorded_for_batches_of_each_size(recorded: list[Record
     assert len(recorded) == 2
 
 
-def test_a_function_that_is_gone_leaves_its_address_to_none() -> None:
-    """What is recorded is found by it."""
+def test_recordings_go_with_their_function(recorded: list[Recorder]) -> None:
+    """A graph that is forgotten, of a teacher of before, leaves its place and its memory to others."""
+    replays, store = replay.CudaGraphs(required=True), StateBuffers(mlp().init(), None, None)
+    for number in range(2 * replay._MOST):
+
+        def run(tensors: list[Tensor], leaves: list[Any], outside: list[Tensor], number: int = number) -> Any:
+            return {"sum": leaves[0].sum() + number}
+
+        for _ in range(4):
+            assert replays.run(run, store, [torch.ones(2)], [], ps.clone)["sum"].item() == 2 + number
+        del run
+        gc.collect()
+    assert len(recorded) == 2 * replay._MOST
+
+
+def test_a_batch_that_requires_a_gradient_adds_nothing_to_a_recording(recorded: list[Recorder]) -> None:
+    """Such as the weights of a teacher, as the step's context."""
     replays, store = replay.CudaGraphs(required=True), StateBuffers(mlp().init(), None, None)
 
     def run(tensors: list[Tensor], leaves: list[Any], outside: list[Tensor]) -> Any:
-        return {"sum": leaves[0].sum()}
+        return {"sum": leaves[0].detach().sum()}
 
-    replays.run(run, store, [torch.ones(2)], [], ps.clone)
-    held = weakref.ref(run)
-    del run
-    gc.collect()
-    assert held() is not None
+    for _ in range(4):
+        replays.run(run, store, [torch.ones(2, requires_grad=True)], [], ps.clone)
+    (found,) = next(iter(replays._stores.values())).all()
+    assert not any(leaf.requires_grad for leaf in [*found.leaves, *found.memory])
 
 
 def test_metrics_that_are_not_copied_out_would_change(recorded: list[Recorder]) -> None:

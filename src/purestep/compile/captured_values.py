@@ -36,7 +36,6 @@ _NUMBER_CURE = (
     "pass a number that changes as a tensor: a schedule in ps.program(values={...}), read as model.values[...]; "
     "or the step's context, a buffer of the state, the batch, optim.inject"
 )
-_STORED_CURE = "return it as a metric or in Loss(..., outputs={...}), or hold it in a buffer of the model"
 _OBJECT_CURE = "write into the tensors that are there, which every call reads: load_state_dict(...), tensor.copy_(...)"
 
 
@@ -63,26 +62,21 @@ class CapturedValues:
         if self._places is None or not self._places.is_same():
             places = _Places(self._step)
             if self._places is not None and (changed := _changed(self._places, places) - self._ignored):
-                self._report(min(changed), self._places, places)
+                self._report(sorted(changed), self._places, places)
             self._take(places)  # after an error the old ones stay, and the next call raises too
         return self._text
 
+    def take_out(self) -> list[str]:
+        """Take out the tensors that a trace, which may have failed, has stored, and return the names of their places.
+        They have no values, and every later call would read them."""
+        assert self._places is not None
+        return _Places(self._step).take_out(self._places)
+
     def mark_compiled(self) -> None:
-        """Ignore the changes that a trace itself has made.
-
-        Raises:
-            Uncaptured: the step stores a tensor, of which every call would read the first value; it is taken out again.
-        """
-        from torch._subclasses.fake_tensor import FakeTensor
-
+        """Ignore the changes that a trace itself has made."""
         assert self._places is not None
         before, after = self._places, _Places(self._step)
         changed = _changed(before, after)
-        for name in sorted(changed):
-            if isinstance(after.values.get(name), FakeTensor):
-                before.restore()
-                what = "the step stores a tensor here, but Python runs once for a graph, and no later call writes it"
-                raise capture.Uncaptured(what, where=name, hint=_STORED_CURE)
         for name in sorted(changed - self._ignored):
             was, now = before.values.get(name), after.values.get(name)
             if type(was) in (int, float) and type(now) in (int, float):
@@ -96,18 +90,19 @@ class CapturedValues:
         self._places = places
         self._text = repr({name: key for name, key in places.keys.items() if name not in self._ignored})
 
-    def _report(self, name: str, before: _Places, after: _Places) -> None:
-        was, now = before.values.get(name, _NOTHING), after.values.get(name, _NOTHING)
-        is_number = isinstance(was, _SCALARS) and isinstance(now, _SCALARS)
-        if is_number and self._changes == _MAX_CHANGES:
+    def _report(self, changed: list[str], before: _Places, after: _Places) -> None:
+        values = {name: (before.values.get(name, _NOTHING), after.values.get(name, _NOTHING)) for name in changed}
+        numbers = [name for name, pair in values.items() if all(isinstance(value, _SCALARS) for value in pair)]
+        if numbers and self._changes == _MAX_CHANGES:
             what = f"the value has changed {_MAX_CHANGES + 1} times; each value would compile a graph"
-            raise capture.Uncaptured(what, where=name, hint=_NUMBER_CURE)
-        self.objects += not is_number
-        self._changes += is_number
-        if self._changes + self.objects == 1:
+            raise capture.Uncaptured(what, where=numbers[0], hint=_NUMBER_CURE)
+        if not self._changes and not self.objects:
+            name, (was, now) = next(iter(values.items()))
             change = f"was {_short(was)}, is {_short(now)}"
-            cure = _NUMBER_CURE if is_number else _OBJECT_CURE
+            cure = _NUMBER_CURE if name in numbers else _OBJECT_CURE
             _log.warning("%s %s: a graph holds it, so the step is recompiled (cure: %s)", name, change, cure)
+        self.objects += len(numbers) < len(changed)
+        self._changes += bool(numbers)
 
 
 def _changed(before: _Places, after: _Places) -> set[str]:
@@ -146,13 +141,30 @@ class _Places:
             return False
         return all(len(holder) == length for holder, length in self._lengths)
 
-    def restore(self) -> None:
-        """Put the values back to their places."""
-        for holder, key, value in self._items:
-            if isinstance(holder, dict | list):  # else a tuple or a class
-                holder[key] = value
+    def take_out(self, before: _Places) -> list[str]:
+        """Put back the values of ``before`` where a trace has stored its tensors since; return the names."""
+        from torch._subclasses.fake_tensor import FakeTensor
+
+        given = {id(value) for value in before.values.values()}
+        stored = [
+            name for name, value in self.values.items() if isinstance(value, FakeTensor) and id(value) not in given
+        ]
+        if not stored:
+            return []
+        items = {(id(holder), key): value for holder, key, value in before._items}
+        cells = {id(cell): value for cell, value in before._cells}
+        for holder, key, value in reversed(self._items):  # of a list the last first, which may be new
+            if isinstance(value, FakeTensor) and isinstance(holder, dict | list):  # else a tuple or a class
+                if (id(holder), key) in items:
+                    holder[key] = items[id(holder), key]
+                else:
+                    del holder[key]
         for cell, value in self._cells:
-            cell.cell_contents = value
+            if isinstance(value, FakeTensor) and id(cell) in cells:
+                cell.cell_contents = cells[id(cell)]
+            elif isinstance(value, FakeTensor):
+                del cell.cell_contents
+        return sorted(stored)
 
     def _add_functions(self, value: Any) -> None:
         """Add what the user's functions read that a step holds, or a function of purestep."""

@@ -132,15 +132,17 @@ class CompiledStep:
 
     def _call_packed(self, store: StateBuffers, batch: tuple[Any, ...], unlike: Unlike) -> tuple[StateBuffers, Any]:
         """Call the step. If it has no gradient for a part of a flat buffer, pack the state in another way before."""
-        while True:
+        given, metrics = store, None
+        while metrics is None:
             try:
-                return store, self._call_once(store, batch, unlike)
+                metrics = self._call_once(store, batch, unlike)
             except packed.Split as split:
                 self.packings.split(split.names)
-                fresh = self._copy_in(store.live())
-                store.begin()  # the input state is overwritten
-                store.end()
-                store = fresh
+                store = self._copy_in(store.live())
+        if store is not given:  # overwritten, as by a call that writes it
+            given.begin()
+            given.end()
+        return store, metrics
 
     def _call_once(self, store: StateBuffers, batch: tuple[Any, ...], unlike: Unlike) -> Metrics | MetricVector:
         phase = self._phase(store)

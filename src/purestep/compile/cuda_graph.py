@@ -37,20 +37,19 @@ _log = logging.getLogger("purestep")
 class _Recording:
     """One graph on the buffers of one store, for batches of one layout; it reads the tensors outside where they lie."""
 
-    def __init__(self, run: Run, leaves: list[Any], places: list[int], *, possible: bool) -> None:
-        self.run = run  # kept alive, so that no other function gets its id
+    def __init__(self, leaves: list[Any], places: list[int], *, possible: bool) -> None:
         self.places = places  # addresses of the tensors outside
         self.fits = tensor_layout.layout_guard(leaves)
         self.possible = possible
         self.calls = 0
         self.leaves: list[Any] = []
-        self.memory: list[Tensor | None] = []  # of the leaves that are not contiguous
+        self.memory: list[Tensor | None] = []  # of each leaf: one copy covers gaps and expanded dimensions
         self.outputs: Any = None
         self.graph: Any = None
 
     def record(self, run: Run, tensors: list[Tensor], leaves: list[Any], outside: list[Tensor], pool: Any) -> None:
         self.leaves = [strided_clone(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self.memory = [_strided_memory(leaf) for leaf in self.leaves]
+        self.memory = [memory_of(leaf) if isinstance(leaf, Tensor) else None for leaf in self.leaves]
         graph, device = torch.cuda.CUDAGraph(), tensors[0].device
         with torch.cuda.device(device):  # torch records, and seeds, on the current device
             before = torch.cuda.current_stream()
@@ -83,18 +82,11 @@ class _Recording:
         self.leaves, self.memory = [], []
 
     def replay(self, leaves: list[Any]) -> Any:
-        for own, memory, leaf in zip(self.leaves, self.memory, leaves, strict=True):
+        for memory, leaf in zip(self.memory, leaves, strict=True):
             if memory is not None:
                 memory.copy_(memory_of(leaf), non_blocking=True)
-            elif isinstance(own, Tensor):
-                own.copy_(leaf, non_blocking=True)
         self.graph.replay()
         return self.outputs
-
-
-def _strided_memory(leaf: Any) -> Tensor | None:
-    """The memory of a tensor that is not contiguous: one copy of it covers gaps and expanded dimensions."""
-    return memory_of(leaf) if isinstance(leaf, Tensor) and not leaf.is_contiguous() else None
 
 
 @functools.cache
@@ -120,28 +112,32 @@ def _reset_capture(device: torch.device, stream: torch.cuda.Stream, pool: Any) -
 
 
 class _StoreGraphs:
-    """The recorded graphs of one store, which share a memory pool."""
+    """The recorded graphs of one store, which share a memory pool, by function; they go with it."""
 
     def __init__(self) -> None:
-        self.recorded: dict[Any, _Recording] = {}
-        self.last: dict[int, _Recording] = {}  # recording of the last call, by id of the function
+        self.recorded: WeakKeyDictionary[Run, dict[Any, _Recording]] = WeakKeyDictionary()
+        self.last: WeakKeyDictionary[Run, _Recording] = WeakKeyDictionary()  # that of the last call
         self.pool: Any = None
 
     def find(self, run: Run, store: StateBuffers, leaves: list[Any], outside: list[Tensor]) -> _Recording | None:
         """Return the recording of this function for these leaves, a new one if needed; None beyond the limit."""
-        last, places = self.last.get(id(run)), [leaf.data_ptr() for leaf in outside]
+        last, places = self.last.get(run), [leaf.data_ptr() for leaf in outside]
         if last is not None and last.places == places and last.fits(*leaves):
             return last
-        key = id(run), signature(leaves), tuple(places)
-        found = self.recorded.get(key)
+        key, of_run = (signature(leaves), tuple(places)), self.recorded.setdefault(run, {})
+        found = of_run.get(key)
         if found is None:
-            if len(self.recorded) == _MOST:
+            if len(self.all()) == _MOST:
                 return None
             tensors = [leaf for leaf in (*store.buffers, *leaves, *outside) if isinstance(leaf, Tensor)]
             possible = all(tensor.device == store.device for tensor in tensors)
-            found = self.recorded[key] = _Recording(run, leaves, places, possible=possible)
-        self.last[id(run)] = found
+            found = of_run[key] = _Recording(leaves, places, possible=possible)
+        self.last[run] = found
         return found
+
+    def all(self) -> list[_Recording]:
+        """The recordings of all functions."""
+        return [each for of_run in self.recorded.values() for each in of_run.values()]
 
 
 class CudaGraphs:
@@ -205,7 +201,7 @@ class CudaGraphs:
             taken = torch.cuda.memory_reserved(store.device) - before
             if not self.required and taken * _SHARE > torch.cuda.get_device_properties(store.device).total_memory:
                 found.drop()
-                if not any(each.graph for each in known.recorded.values()):
+                if not any(each.graph for each in known.all()):
                     known.pool = None  # torch has given it back
                 return run(store.buffers, leaves, outside)
         return copied(found.replay(leaves))

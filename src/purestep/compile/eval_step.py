@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,7 @@ from .buffers import key_positions
 from .compiled_step import batch_leaves
 from .contract import tensors_alone
 from .graphs import Graphs, Options
-from .guards import check_untransformed, resolved, signature
+from .guards import INDEX, check_untransformed, resolved, signature
 from .outputs import as_dict
 from .sizes import Met
 
@@ -38,6 +39,7 @@ class CompiledEval:
 
     def __init__(self, step: Callable[..., Any], options: Options) -> None:
         self.eager = step
+        self._takes_index = takes_index(step)
         self._graphs = Graphs(options, step)
         carrying: Carrying | None = getattr(step, "carrying", None)
         self.carrying = None if carrying is None else Carrying(CompiledEval(carrying.step, options), carrying.start)
@@ -69,7 +71,7 @@ class CompiledEval:
             inputs = [resolved(leaf) for leaf in inputs]
         shapes = [old[index].shape if index in keys else None for index in range(len(old))]
         leaves, treedef = batch_leaves(batch)
-        step = self.eager
+        step = functools.partial(self.eager, index=INDEX) if self._takes_index else self.eager
 
         def build() -> Callable[..., Any]:
             def core(tensors: list[Tensor], batch: list[Any]) -> Any:

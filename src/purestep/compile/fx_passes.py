@@ -89,6 +89,8 @@ def without_copies(graph: GraphModule) -> GraphModule:
     base, written = dict[Any, Any](), set[Any]()
     for node in graph.graph.nodes:
         schema = getattr(node.target, "_schema", None)
+        if node.target is operator.getitem:  # one of several views: of `split`, `chunk` or `unbind`
+            base[node] = base.get(node.args[0], node.args[0])
         if schema is None or not node.all_input_nodes:
             continue
         if schema.is_mutable:

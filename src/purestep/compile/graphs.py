@@ -55,6 +55,7 @@ _MAX_EXACT = 64
 _MAX_CHANGES = 16
 """Maximal number of changes of the numbers in a batch, each of which compiles a graph."""
 
+_STORED_CURE = "return it as a metric or in Loss(..., outputs={...}), or hold it in a buffer of the model"
 _VALUE_CURE = "pass a number that changes as a tensor: torch.tensor(0.5), in the loader"
 
 
@@ -142,13 +143,27 @@ class Graphs:
         with exclusive():  # another thread may have compiled it in the meantime
             known = self._known(exact)
             if known is None:
-                known = self._compile(exact, leaves, tensors, build)
                 try:
-                    self._captured.mark_compiled()
-                except capture.Uncaptured:
+                    known = self._compile(exact, leaves, tensors, build)
+                finally:
+                    stored = self._captured.take_out()
+                if stored:
                     self._forget()
-                    raise
+                    raise capture.Uncaptured(
+                        "the step stores a tensor here, but Python runs once for a graph, and no later call writes it",
+                        where=stored[0],
+                        hint=_STORED_CURE,
+                    )
+                self._captured.mark_compiled()
+                self._rename(exact[0][2], self.surroundings())
             return known
+
+    def _rename(self, was: tuple[str, str], now: tuple[str, str]) -> None:
+        """Give graphs their key of now: it leaves out the values that their own traces have changed."""
+        tables: list[dict[Any, Any]] = [self._exact, self._general, self._chosen]
+        for graphs in tables if was != now else ():
+            for key in [key for key in graphs if key[0][2] == was]:
+                graphs[(*key[0][:2], now), key[1]] = graphs.pop(key)
 
     def _known(self, exact: Any) -> CompiledGraph | None:
         known = self._chosen.get(exact)
@@ -225,7 +240,7 @@ class Graphs:
         """The graph for all sizes that these decide."""
         known = self._general.get(structure)
         if known is None or known.decided_by != decided_by or (known.graph and not known.graph.is_valid()):
-            known = self._general[structure] = self._compile_general(build(), decided_by, leaves, tensors)
+            known = self._general[structure] = self._compile_general(build(), decided_by, leaves, tensors, known)
         return known
 
     def _compile_exact(self, core: Any, leaves: list[Any], tensors: list[Tensor]) -> CompiledGraph:
@@ -243,12 +258,19 @@ class Graphs:
         return _compiled(run, traits, outside, where, len(leaves), *found)
 
     def _compile_general(
-        self, core: Any, decided_by: list[sizes.Layouts], leaves: list[Any], tensors: list[Tensor]
+        self,
+        core: Any,
+        decided_by: list[sizes.Layouts],
+        leaves: list[Any],
+        tensors: list[Tensor],
+        before: _GeneralGraph | None,
     ) -> _GeneralGraph:
         """Compile one graph for batches of any size; without a graph if that fails. Where the last size makes it fail,
-        it is the graph for those before."""
+        it is the graph for those before, which may be there (``before``)."""
         none = _GeneralGraph(decided_by, None, lambda batch: False)
         for count in range(len(decided_by), sizes.FIRST, -1):
+            if before and before.decided_by == decided_by[:count] and before.graph and before.graph.is_valid():
+                return before._replace(decided_by=decided_by)
             made = self._general_for(core, decided_by[:count], leaves, tensors)
             if made is not None:
                 return made._replace(decided_by=decided_by)

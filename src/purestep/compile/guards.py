@@ -51,22 +51,34 @@ def leaf_name(path: str) -> str:
     return "/".join(filter(None, ("batch" if first == "0" else f"context/{int(first) - 1}", rest)))
 
 
-class Text:
-    """Placeholder inside a graph for text of a batch: any use raises Uncaptured."""
+class Unreadable:
+    """Placeholder inside a graph for a value that it cannot hold: any use raises Uncaptured."""
+
+    def __init__(self, what: str, where: str, hint: str) -> None:
+        self._said = what, where, hint
 
     def _refuse(self, *_: Any) -> NoReturn:
-        raise capture.Uncaptured(
-            "the step reads text of the batch, which no compiled graph can hold",
-            where="batch",
-            hint="convert it to tensors in the loader, or remove it: ps.supervised(..., prepare=...)",
-        )
+        what, where, hint = self._said
+        raise capture.Uncaptured(what, where=where, hint=hint)
 
     __len__ = __iter__ = __getitem__ = __contains__ = __add__ = __str__ = __bool__ = __getattr__ = _refuse
     __float__ = __int__ = __index__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __floordiv__ = (
+        _refuse
+    )
     __eq__ = __ne__ = __hash__ = _refuse  # sets and dicts compare too
 
 
-TEXT = Text()
+TEXT = Unreadable(
+    "the step reads text of the batch, which no compiled graph can hold",
+    "batch",
+    "convert it to tensors in the loader, or remove it: ps.supervised(..., prepare=...)",
+)
+INDEX = Unreadable(
+    "the eval_step reads the number of the batch, of which a graph would hold one",
+    "eval_step",
+    "put it into the batch as a tensor, or evaluate in eager mode (in fit: compile=False)",
+)
 
 
 def without_text(leaves: list[Any]) -> list[Any]:
@@ -120,7 +132,7 @@ def check_layouts(leaves: list[Any]) -> None:
 def constant(value: Any) -> Any:
     """A key that distinguishes values: 1, 1.0 and True are equal, as are 0.0 and -0.0, but give different results."""
     if value is TEXT:
-        return Text  # TEXT itself cannot be hashed or compared
+        return Unreadable  # TEXT itself cannot be hashed or compared
     if isinstance(value, float | complex):
         return type(value), repr(value)
     try:
