@@ -41,11 +41,9 @@ from .as_settings import prepared as prepared
 from .as_settings import set_batch_sizes as set_batch_sizes
 from .capture import Uncaptured as Uncaptured
 from .compiled_step import CompiledStep as CompiledStep
-from .eager_donation import can_donate as can_donate
 from .eager_donation import donate as donate
 from .eager_donation import released as released
 from .eager_donation import without_donation as without_donation
-from .eval_step import CompiledEval as CompiledEval
 from .eval_step import takes_index as takes_index
 from .live_state import LiveState as LiveState
 from .live_state import is_alive as is_alive

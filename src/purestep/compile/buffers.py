@@ -107,7 +107,13 @@ def strided_clone(leaf: Tensor) -> Tensor:
 def place(flat: Tree) -> Slots:
     """Assign every leaf of a flat tree to a buffer."""
     leaves, treedef = tree.flatten(flat)
-    check_tensors(leaves)
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            raise StateError(
+                f"the state has a {type(leaf).__name__}, not a tensor",
+                where="state",
+                hint="pass torch.tensor(value): a state holds tensors only",
+            )
     keys = key_positions(treedef)
     counts = {"int64": 0, "float32": 0, "own": 0, "key": 0}
     places: list[tuple[str, int]] = []
@@ -116,17 +122,6 @@ def place(flat: Tree) -> Slots:
         places.append((kind, counts[kind]))
         counts[kind] += 1
     return Slots(treedef, tuple(places), object(), tuple(leaves[at].shape for at in sorted(keys)))
-
-
-def check_tensors(leaves: list[Any]) -> None:
-    """Raise StateError for a leaf of a state that is no tensor."""
-    for leaf in leaves:
-        if not isinstance(leaf, Tensor):
-            raise StateError(
-                f"the state has a {type(leaf).__name__}, not a tensor",
-                where="state",
-                hint="pass torch.tensor(value): a state holds tensors only",
-            )
 
 
 def _kind(leaf: Tensor) -> str:

@@ -12,22 +12,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
-
-
-class Mode(TorchDispatchMode):
-    """Base of the dispatch modes of a trace. It receives higher-order operators, and Dynamo does not skip frames
-    because of it, which would last for the rest of the process."""
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Return True, so that Dynamo does not skip frames."""
-        return True
 
 
 def operators(graph: GraphModule) -> list[str]:

@@ -197,13 +197,6 @@ def is_recordable(graph: GraphModule) -> bool:
     return True
 
 
-def as_laid_out(graph: GraphModule) -> GraphModule:
-    """Mark the results so that inductor keeps their layouts."""
-    found = output(graph)
-    found.meta["user_visible_output_idxs"] = list(range(len(found.args[0])))
-    return graph
-
-
 def output(graph: GraphModule) -> Any:
     """The output node of a graph."""
     return next(node for node in reversed(graph.graph.nodes) if node.op == "output")

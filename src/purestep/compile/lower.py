@@ -107,7 +107,9 @@ def compiled(given: Functional, *, cpp_wrapper: bool) -> Callable[[list[Tensor]]
         graph = inductor._recursive_joint_graph_passes(graph, input_device=fakes[0].device)
         draw_code.register()
         backends.register_fallbacks(graph)
-        fx_passes.as_laid_out(graph)
+        results = fx_passes.output(graph)
+        # Inductor keeps the layouts of the results.
+        results.meta["user_visible_output_idxs"] = list(range(len(results.args[0])))
         return inductor.compile_fx_inner(
             graph,
             fakes,

@@ -16,7 +16,6 @@ from torch._ops import OpOverload
 
 from ..errors import StepContractError
 from ..torch_ext import tracing
-from .control_flow import Mode
 
 if TYPE_CHECKING:  # loading torch.fx's tracing doubles the time of `import purestep`
     from torch.fx import GraphModule
@@ -66,7 +65,7 @@ def _is_memory(leaf: Any) -> bool:
     return is_plain and not (leaf.is_quantized or leaf.is_conj() or leaf.is_neg())
 
 
-class Unwritten(Mode):
+class Unwritten(tracing.Mode):
     """Mode of a trace that refuses writes of tensors besides the function's own, and reads of their values: a graph
     would hold one number.
 
@@ -99,7 +98,7 @@ class Unwritten(Mode):
         return _is_memory(value) or (isinstance(value, Tensor) and _storage(value) in self._views)
 
 
-class Writes(Mode):
+class Writes(tracing.Mode):
     """Mode of an eager call that collects its writes of tensors that were there before."""
 
     def __init__(self) -> None:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, library
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import StepContractError
 from . import global_rng, tracing
@@ -158,7 +157,7 @@ _REFUSED = {
 """Operators without a fill in place, which compilers lower in ways of their own."""
 
 
-class Draws(TorchDispatchMode):
+class Draws(tracing.Mode):
     """Mode in which a graph, or each member of an ensemble, draws the numbers of eager mode.
 
     In a graph it replaces draws on the CPU without an explicit generator. Other devices have numbers of their own.
@@ -177,13 +176,6 @@ class Draws(TorchDispatchMode):
         >>> bool((both[1] == torch.rand(3, generator=torch.Generator().manual_seed(2))).all())
         True
     """
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Return True: as for `tracing.replaying`, Dynamo must not skip frames under this mode."""
-        return True
 
     def __init__(self, members: int = 0) -> None:
         super().__init__()

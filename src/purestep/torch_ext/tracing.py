@@ -240,15 +240,19 @@ def replaying() -> AbstractContextManager[Any]:
     return _Replaying()
 
 
-class _Replaying(TorchDispatchMode):
+class Mode(TorchDispatchMode):
+    """Base of dispatch modes that receive higher-order operators too. `torch.cond` calls Dynamo in eager mode as well;
+    under any mode but these Dynamo would skip those frames for the rest of the process."""
+
     supports_higher_order_operators = True
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Return True. `torch.cond` calls Dynamo in eager mode too; under any other mode Dynamo would skip those frames
-        for the rest of the process."""
+        """Return True, so that Dynamo does not skip frames."""
         return True
 
+
+class _Replaying(Mode):
     def __init__(self) -> None:
         super().__init__()
         self._drawn: dict[int, Any] = {}  # position -> result of the draw there
