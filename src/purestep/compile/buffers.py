@@ -105,7 +105,7 @@ def strided_clone(leaf: Tensor) -> Tensor:
 
 
 def place(flat: Tree) -> Slots:
-    """Assign every leaf of a flat tree to a buffer."""
+    """Assign every leaf of a flat tree to a buffer. Raise StateError for a leaf that is no tensor."""
     leaves, treedef = tree.flatten(flat)
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
