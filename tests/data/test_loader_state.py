@@ -641,6 +641,29 @@ def test_a_run_is_told_and_never_refused(train: Any, tmp_path: Path, caplog: pyt
     assert len(told(caplog)) == 2  # once in each run
 
 
+class Remembering(Counting):
+    """Its state cannot be stored as JSON."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": {self.epochs}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        (self.epochs,) = state["seen"]
+
+
+def test_a_state_that_cannot_be_stored_is_refused_at_the_first_call(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def count(event: Any) -> None:
+        calls.extend([event.updates] if isinstance(event, ps.events.StepEnd) else [])
+
+    settings: dict[str, Any] = {"epochs": 2, "callbacks": [count], "progress": False}
+    with pytest.raises(DataError, match=r"train: state_dict\(\)\['seen'\] is a set, which cannot be stored"):
+        ps.fit(PROGRAM.init(), Remembering(), PROGRAM, snapshots=tmp_path, **settings)
+    assert len(calls) == 1
+    ps.fit(PROGRAM.init(), Remembering(), PROGRAM, **settings)  # which stores nothing
+
+
 @pytest.mark.peer
 @pytest.mark.parametrize("batched", [False, True], ids=["the dataset", "a DataLoader"])
 def test_a_stream_of_hugging_face_is_resumed_by_its_state(batched: bool) -> None:

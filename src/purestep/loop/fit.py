@@ -353,6 +353,7 @@ class _Run:
         self.state, metrics = self.call(self.state, batch, loop)
         self.loop = loop.stepped()
         self._count(Call(loop.calls + 1, loop.epoch, loop.batch, loop.window_left == 1), metrics, batch)
+        self.checkpointer.check_position(self.loop)
 
     def _flush(self) -> None:
         """Close an open window as the program's tail says. The flush of a user's own program decides itself."""
