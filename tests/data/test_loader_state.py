@@ -460,12 +460,13 @@ EVALUATED: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital':UserWarning")  # torchdata's own
+@pytest.mark.parametrize("given", [lambda loader: loader, open_feed], ids=["loader", "feed"])
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("name", EVALUATED)
 def test_every_pass_of_an_evaluation_begins_at_the_same_place(
-    name: str, count: int, caplog: pytest.LogCaptureFixture
+    name: str, count: int, given: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    feed = open_feed(EVALUATED[name](), name="val", repeats=True, first=count)
+    feed = open_feed(given(EVALUATED[name]()), name="val", repeats=True, first=count)
     first = order(feed)
     again = [order(feed) for _ in range(3)]
     if name == "torchdata, without a state":  # its state counts batches, and lacks what the dataset keeps
@@ -497,6 +498,33 @@ def test_an_iterator_is_good_for_one_evaluation() -> None:
     assert order(feed) == [[1.0], [2.0]]
     with pytest.raises(DataError, match=r"val: .*the iterator can run only one epoch.*list\(batches\)"):
         order(feed)
+    given = open_feed(iter(At()), first=2)
+    assert order(open_feed(given, repeats=True)) == [[1.0], [2.0]]
+    with pytest.raises(DataError, match=r"val: .*the iterator can run only one epoch"):
+        order(open_feed(given, name="val", repeats=True))
+
+
+@pytest.mark.parametrize("name", ["shuffled", "in workers", "told the epoch"])
+def test_a_feed_without_a_seed_takes_that_of_the_run(name: str) -> None:
+    given, own = open_feed(EVALUATED[name]()), open_feed(EVALUATED[name](), seed=1)
+    for seed in (3, 4):
+        used, wanted = open_feed(given, seed=seed, first=2), open_feed(EVALUATED[name](), seed=seed, first=2)
+        assert used.facts == wanted.facts
+        assert [order(used), order(used)] == [order(wanted), order(wanted)]
+        assert open_feed(own, seed=seed) is own
+    given.close(), own.close()
+
+
+def test_evaluations_of_one_feed_begin_at_the_same_place() -> None:
+    loader = AtWithState()
+    feed = open_feed(loader)
+    for _ in range(2):
+        assert ps.evaluate(torch.zeros(()), open_feed(feed, first=2), at_mean)["loss"] == 1.5
+    assert loader.at == 0
+
+
+def at_mean(state: Any, batch: Any) -> Any:
+    return {"loss": ps.Mean(state + batch.sum(), torch.ones(()))}
 
 
 def test_a_collate_object_that_keeps_something_is_told_at_the_first_batch(caplog: pytest.LogCaptureFixture) -> None:

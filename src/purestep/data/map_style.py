@@ -70,13 +70,13 @@ class Batches(Dataset[Loaded]):
         self._collate = collate
         self._batched = batched
         self._draws = False
-        self._epoch: int | None = None
+        self._begun: tuple[int, int] | None = None  # the epoch, and its seed
         self._generators: dict[str, Any] | None = None
 
     def begin(self, epoch: int, seed: int) -> None:
         """Call ``set_epoch`` of the dataset, once for each epoch in each process, under the seed of the epoch."""
-        if epoch != self._epoch:
-            self._epoch = epoch
+        if (epoch, seed) != self._begun:
+            self._begun = epoch, seed
             with random_state.scoped(mix(seed, "epoch")):
                 announce(epoch, self.users_dataset)
 
@@ -240,10 +240,14 @@ class IndexedFeed(Feed):
     def in_order(self) -> Feed:
         if not self.is_shuffled:
             return self
-        ordered = copy.copy(self)
+        ordered = self._copied()
         ordered._shuffle = False
-        ordered._start()
         return ordered
+
+    def _copied(self) -> IndexedFeed:
+        found = copy.copy(self)
+        found._start()
+        return found
 
     def _begin(self, epoch: int) -> None:
         """Call ``set_epoch`` of the dataset, on which its length and so the order may depend."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -43,6 +43,17 @@ def check_rows(name: str, order: int, row: int | None) -> None:
         raise RankError(what, where=name, hint=loaders.WHOLE)
 
 
+_Divided = TypeVar("_Divided", "RowsFeed", "OwnFeed")
+
+
+def _around(divided: _Divided, feed: Feed) -> _Divided:
+    """The same shares of another feed of the loader."""
+    found = divided if feed is divided._feed else copy.copy(divided)  # pyright: ignore[reportPrivateUsage]
+    found._feed, found.name = feed, feed.name  # pyright: ignore[reportPrivateUsage]
+    found.facts = {key: feed.facts.get(key, value) if key == "seed" else value for key, value in divided.facts.items()}
+    return found
+
+
 class RowsFeed(Feed):
     """This process's rows of the batches of a feed, which every process loads.
 
@@ -65,9 +76,10 @@ class RowsFeed(Feed):
         return found if found is None or self._first is None else min(found, self._first)
 
     def in_order(self) -> Feed:
-        ordered = copy.copy(self)
-        ordered._feed = self._feed.in_order()
-        return ordered
+        return _around(self, self._feed.in_order())
+
+    def reused(self, *, name: str, repeats: bool, seed: int | None) -> Feed:
+        return _around(self, self._feed.reused(name=name, repeats=repeats, seed=seed))
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
         batches = self._feed.epoch(epoch, start)
@@ -170,9 +182,10 @@ class OwnFeed(Feed):
         return Share(self._last, torch.tensor(_STANDS_IN))
 
     def in_order(self) -> Feed:
-        ordered = copy.copy(self)
-        ordered._feed = self._feed.in_order()
-        return ordered
+        return _around(self, self._feed.in_order())
+
+    def reused(self, *, name: str, repeats: bool, seed: int | None) -> Feed:
+        return _around(self, self._feed.reused(name=name, repeats=repeats, seed=seed))
 
     def position(self, epoch: int, consumed: int) -> dict[str, Any]:
         """As `Feed.position`, of all processes: every process calls it."""
