@@ -41,6 +41,9 @@ class Feed(ABC):
     is_divided: bool = False
     """True if the batches are the shares of one of several processes."""
 
+    restarts: bool = True
+    """False if the batches can be loaded once only."""
+
     has_seed: bool = True
     """False if the feed was opened without a seed: it has that of the run that uses it."""
 

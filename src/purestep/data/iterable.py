@@ -151,6 +151,8 @@ class IteratorFeed(Feed):
         name, seed: as in `open_feed`.
     """
 
+    restarts = False
+
     def __init__(self, iterator: Iterator[Batch], *, name: str, seed: int) -> None:
         super().__init__(name=name, length=None, facts={"kind": "iterator", "seed": seed})
         self._iterator = iterator

@@ -67,6 +67,7 @@ class RowsFeed(Feed):
         super().__init__(name=feed.name, length=feed.length, facts=feed.facts, exact=feed.exact)
         self._feed = feed
         self.is_divided = True
+        self.restarts = feed.restarts
         self._mesh = mesh
         self._checks_end = checks_end
         self._checks_rows = isinstance(feed, SequenceFeed)  # seeds of a stream may differ
@@ -145,6 +146,7 @@ class OwnFeed(Feed):
         super().__init__(name=feed.name, length=length, facts=facts)
         self._feed = feed
         self.is_divided = True
+        self.restarts = feed.restarts
         self._mesh = mesh
         self._own: dict[int, int] = {}  # epoch -> this process's number of batches, once it has ended
         self._restored: int | None = None  # batches of this process that are done
