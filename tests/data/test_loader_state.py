@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 import purestep as ps
 from purestep.data import Feed, open_feed, random_state
@@ -167,6 +167,33 @@ def test_the_two_draws_do_not_change_the_sampler() -> None:
     assert sampler.epoch == 0
     order(feed, 0)
     assert sampler.epoch == 1
+
+
+class Heavy(Dataset[Tensor]):
+    """Not to be copied."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([float(index)])
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise AssertionError("a dataset is not copied")
+
+
+class Halved(InPlace):
+    """Holds the whole dataset, of which the loader has a part."""
+
+    def __init__(self, whole: Any) -> None:
+        super().__init__()
+        self.whole = whole
+
+
+def test_the_draws_copy_no_dataset_that_the_sampler_holds(caplog: pytest.LogCaptureFixture) -> None:
+    whole = Heavy()
+    open_feed(DataLoader(Subset(Subset(whole, range(12)), range(12)), 2, sampler=Halved(whole)))
+    assert len(told(caplog)) == 1  # the draws were made
 
 
 def test_a_sampler_that_draws_from_the_seed_or_follows_set_epoch_is_not_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -342,7 +342,7 @@ class IndexedFeed(Feed):
         orders: list[int] = []
         if not any(isinstance(part, Iterator) for part in parts):
             try:
-                one = copy.deepcopy(sampler, {id(self._source.dataset): self._source.dataset})
+                one = copy.deepcopy(sampler, self._datasets())
                 orders = [fingerprint(list(islice(self._drawn(one, 0), _FEW))) for _ in range(2)]
             except Exception:  # it cannot be copied, or raises: then with the epoch and batch, when the order is needed
                 return
@@ -354,6 +354,15 @@ class IndexedFeed(Feed):
                 "Python's global generator; or give the loader state_dict() and load_state_dict())",
                 *(self.name, type(own[-1]).__name__),
             )
+
+    def _datasets(self) -> dict[int, Any]:
+        """The dataset and those that it wraps, by id: the copy of a sampler shares them."""
+        found: dict[int, Any] = {}
+        dataset: Any = self._source.dataset
+        while dataset is not None and id(dataset) not in found:
+            found[id(dataset)] = dataset
+            dataset = getattr(dataset, "dataset", None)
+        return found
 
     def _is_ready(self) -> bool:
         """True if the order is that of torch's random or sequential sampler, which a seed reproduces."""
