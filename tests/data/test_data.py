@@ -1170,9 +1170,17 @@ def test_limit_refuses_other_amounts(amount: Any):
 
 
 def test_a_share_needs_a_length():
-    found = r"""fit: limit_batches=\{"train": 0\.5\} needs len\(loader\), and the loader 'train' has none"""
-    with pytest.raises(ConfigError, match=found + r""".*\(cure: .*limit_batches=\{"train": 100\}\)"""):
+    found = r"train: 0\.5, a share of the batches, needs len\(loader\), and the loader has none"
+    with pytest.raises(ConfigError, match=found + r""".*\(cure: .*limit_batches=\{"train": 100\}, or ov"""):
         open_feed(itertools.count(), first=0.5)
+    with pytest.raises(ConfigError, match=found):
+        held(open_feed(itertools.count()), 0.5)
+
+
+@pytest.mark.parametrize(("first", "count"), [(0.1, 1), (0.5, 3), (1.0, 7), (10, 7)])
+def test_a_share_of_the_batches_is_held(first: Any, count: int):
+    feed = held(open_feed(list(range(7))), first)
+    assert (list(feed.epoch(3)), feed.facts["overfit"]) == (list(range(count)), count)
 
 
 def test_overfit_holds_the_first_batches_unshuffled():

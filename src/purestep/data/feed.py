@@ -75,8 +75,11 @@ class Feed(ABC):
             hint = "pass 100 (batches) or 0.25 (a quarter of the epoch)"
             raise ConfigError(f"{first!r} batches", where=self.name, hint=hint)
         if isinstance(first, float) and not self.length:
-            what = f'limit_batches={{"{self.name}": {first}}} needs len(loader), and the loader {self.name!r} has none'
-            raise ConfigError(what, where="fit", hint=f'pass a number of batches: limit_batches={{"{self.name}": 100}}')
+            raise ConfigError(
+                f"{first}, a share of the batches, needs len(loader), and the loader has none",
+                where=self.name,
+                hint=f'pass a number of batches: limit_batches={{"{self.name}": 100}}, or overfit_batches=100',
+            )
         if first == 1.0 and isinstance(first, float):
             return self
         found = copy.copy(self)

@@ -44,12 +44,16 @@ class SequenceFeed(Feed):
         return (self._source[index] for index in range(start, len(self._source)))
 
 
-def held(feed: Feed, count: int) -> Feed:
-    """Load the first batches of the first epoch, without shuffling, and return a feed that has them in every epoch."""
+def held(feed: Feed, first: int | float) -> Feed:
+    """Load the first batches of the first epoch, without shuffling, and return a feed that has them in every epoch.
+
+    Raises:
+        ConfigError: as `Feed.cut`.
+    """
     ordered = feed.in_order()
-    batches = list(ordered.cut(count).epoch(0))
+    batches = list(ordered.cut(first).epoch(0))
     ordered.close()
-    found = SequenceFeed(batches, name=feed.name, facts={**ordered.facts, "overfit": count})
+    found = SequenceFeed(batches, name=feed.name, facts={**ordered.facts, "overfit": len(batches)})
     found.is_divided = feed.is_divided
     return found
 
