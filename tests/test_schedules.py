@@ -386,7 +386,10 @@ BAD: list[tuple[Callable[[], Any], str]] = [
         lambda: schedules.constant(math.nan),
         r"constant: value=nan must be a finite number \(cure: pass a finite number\)",
     ),
-    (lambda: schedules.constant("0.3"), r"constant: value='0\.3' is a str, not a number \(cure: pass a finite number\)"),  # pyright: ignore[reportArgumentType]  # the point of the test
+    (
+        lambda: schedules.constant("0.3"),
+        r"constant: value='0\.3' is a str, not a number \(cure: pass a finite",
+    ),  # pyright: ignore[reportArgumentType]  # the point of the test
     (lambda: schedules.linear(1.0, math.inf, transition_steps=3), r"linear: end_value=inf must be a finite number"),
     (lambda: schedules.linear(1.0, 0.0, transition_steps=0), r"transition_steps=0 must be an int of at least 1"),
     (lambda: schedules.linear(True, 0.0, transition_steps=1), r"init_value=True is a bool, not a number"),

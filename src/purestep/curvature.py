@@ -81,7 +81,7 @@ def hessian(program: Program, *, train: bool = True) -> Callable[..., Params]:
         vector = _named("vector", vector, state.params, "pass a dict with the names and shapes of state.params")
 
         def mean(params: Params) -> Tensor:
-            return parts.loss(params, state, batch, context, train=train)[0].mean
+            return parts.loss(params, state, batch, context, train=train).mean
 
         def run() -> Params:
             with explained("curvature.hessian", _CURE), plain_functions.differentiable():

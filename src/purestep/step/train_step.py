@@ -90,7 +90,7 @@ def steps_of(spec: Spec, form: Form) -> Steps:
 
 
 def _check_divisible(spec: Spec, form: Form) -> None:
-    if not getattr(spec.objective, "is_sum", False):
+    if not spec.is_sum:
         return
     counts = {"accumulate": spec.accumulate, "microbatches": spec.microbatches}
     parts = [f"{name}={count}" for name, count in counts.items() if count > 1]
@@ -107,7 +107,7 @@ def _check_evaluable(spec: Spec, form: Form) -> None:
     several = {
         "accumulate=": spec.accumulate > 1,
         "sam=": spec.is_sharp,
-        "a loss scaler": not isinstance(spec.scaler.init(torch.device("cpu")), Empty),
+        "a loss scaler": spec.is_scaled,
         "several processes": form.exchange is not None,
     }
     for what, is_there in several.items():
