@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from .. import tree
-from ..errors import ConfigError, StateError
+from ..errors import ConfigError
 from ..model import check_real, functional
-from ..state import stacked
 from ..types import Loss, Params, Program, TrainState
 from .loss_checks import check_loss
 from .spec import Micro, Spec, sum_is_divided
@@ -103,16 +102,3 @@ def check_divisible(parts: Parts, where: str) -> None:
     """
     if parts.spec.is_sum:
         raise sum_is_divided("the gradient of a batch would not be the mean over its examples", where=where)
-
-
-def check_state(state: Any) -> TrainState:
-    """Return the state.
-
-    Raises:
-        StateError: it is not a whole TrainState of one model.
-    """
-    if not isinstance(state, TrainState):
-        raise StateError(f"the state is a {type(state).__name__}", where="state", hint="pass a state of program.init()")
-    stacked.check_whole(state, where="state")
-    stacked.check_single(state, where="state")
-    return state

@@ -39,8 +39,7 @@ def eval_step_of(spec: Spec) -> Callable[..., Metrics]:
     def measured(
         state: TrainState, carried: Params, batch: Batch, context: tuple[Any, ...], index: int
     ) -> tuple[Metrics, Params]:
-        stacked.check_single(state, where="eval_step")
-        stacked.check_whole(state, where="eval_step")
+        stacked.check_plain(state, where="eval_step")
         rows, counts = rows_of(batch)
 
         def evaluate() -> tuple[Loss, Params]:
@@ -131,8 +130,7 @@ def bind_of(spec: Spec) -> Callable[..., functional.Inference]:
                 the call, so ``backward()`` fails for a model with activation checkpointing, which repeats the forward
                 pass: bind a program of the model without it (same names), or compute the loss in an objective.
         """
-        stacked.check_single(state, where="bind")
-        stacked.check_whole(state, where="bind")
+        stacked.check_plain(state, where="bind")
         chosen = views.view(state, "params" if train and view is None else view)
 
         def run(method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -47,9 +47,7 @@ def steps_of(spec: Spec, form: Form) -> Steps:
         """
         if not isinstance(state, TrainState):  # pyright: ignore[reportUnnecessaryIsInstance]  # may be of any type
             raise _no_state(state)
-        stacked.check_single(state, where="train_step")
-        if form.exchange is None:
-            stacked.check_whole(state, where="train_step")
+        stacked.check_plain(state, where="train_step", pieces=form.exchange is not None)
 
         def call(state: TrainState) -> Micro:
             return _drawing(spec, form, state, batch, lambda: spec.gradients(spec, form, state, batch, context))
@@ -76,9 +74,7 @@ def steps_of(spec: Spec, form: Form) -> Steps:
 
     def flush(state: TrainState) -> tuple[TrainState, Metrics]:
         """Close an open window according to the program's ``tail``."""
-        stacked.check_single(state, where="flush")
-        if form.exchange is None:
-            stacked.check_whole(state, where="flush")
+        stacked.check_plain(state, where="flush", pieces=form.exchange is not None)
         if isinstance(state.accum, Empty) or spec.tail == "carry":
             return state, {}
         accum = cast(Accum, state.accum)

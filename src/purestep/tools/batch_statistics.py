@@ -63,7 +63,7 @@ def refresh_batchnorm(
             hint="call it for each member, with the program that ps.ensemble got: ps.stack([ps.refresh_batchnorm("
             "program, ps.member(state, i), loader) for i in range(members)])",
         )
-    stacked.check_single(state, where=where)
+    stacked.check_plain(state, where=where, pieces=True)
     found = program.static.made.statistics(state, view)
     if not found.names:
         return state

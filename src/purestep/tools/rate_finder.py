@@ -98,7 +98,7 @@ def find_learning_rate(
         Smith, 2017, Cyclical Learning Rates for Training Neural Networks.
     """
     check_range("find_learning_rate", low, ends="()", cure="high=1.0, which exceeds low", high=high)
-    stacked.check_single(state, where="find_learning_rate")
+    stacked.check_plain(state, where="find_learning_rate", pieces=True)
     state = _checked(state, leaf, low)
     window = program.static.accumulate if program.static is not None else 1
     rates, losses, smooth = list[float](), list[float](), 0.0
