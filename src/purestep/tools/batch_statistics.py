@@ -69,7 +69,7 @@ def refresh_batchnorm(
         return state
     how: dict[str, Any] = {"program": program, "seed": int(state.key[0]), "repeats": True}
     with ranks.opened(loader, state, where=where, name=name, **how) as feed:
-        for index, batch in enumerate(data.prefetch(feed.epoch(0), data.device_of(state), name=name)):
+        for index, batch in enumerate(data.Prefetched(feed.epoch(0), data.device_of(state), name=name)):
             try:
                 found.add(batch, index)
             except Exception as error:

@@ -151,7 +151,7 @@ def _is_halted(state: TrainState) -> bool:
 
 def _endless(feed: data.Feed, device: Device, name: str) -> Generator[Any]:
     while True:  # the same epoch: a feed that repeats warns of another order
-        yield from data.prefetch(feed.epoch(0), device, name=name)
+        yield from data.Prefetched(feed.epoch(0), device, name=name)
 
 
 def _update(program: Program, state: TrainState, batches: Iterator[Any], window: int) -> tuple[TrainState, float]:
