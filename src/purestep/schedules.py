@@ -184,13 +184,7 @@ def warmup_cosine(
             where="warmup_cosine",
             hint=f"warmup={total // 10}, total={total}",
         )
-
-    def schedule(count: _Count) -> Tensor:
-        t = _count_as_float(count)
-        down = _half_cosine(peak, end, _progress(t - warmup, total - warmup))
-        return torch.where(t < warmup, _line(start, peak, _progress(t, max(warmup, 1))), down)
-
-    return schedule
+    return warmup_stable_decay(peak, warmup, decay=total - warmup, total=total, end=end, start=start, shape="cosine")
 
 
 @known_keywords
