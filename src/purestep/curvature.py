@@ -17,8 +17,8 @@ from torch import Tensor
 from . import rng
 from .analysis import explained, plain_functions
 from .errors import ConfigError, StateError
-from .state import at_least, check_range, known_keywords
-from .step import check_state, drawn_in_step, parts_for, wide
+from .state import at_least, check_range, known_keywords, stacked
+from .step import drawn_in_step, parts_for, wide
 from .types import Params, Program, TrainState
 
 _vjp: Any = torch.func.vjp  # the length of its result depends on has_aux
@@ -77,11 +77,11 @@ def hessian(program: Program, *, train: bool = True) -> Callable[..., Params]:
 
     def product(state: TrainState, batch: Any, vector: Params, *context: Any) -> Params:
         """``(state, batch, vector, *context) -> product``."""
-        state = check_state(state)
+        stacked.check_plain(state, where="state")
         vector = _named("vector", vector, state.params, "pass a dict with the names and shapes of state.params")
 
         def mean(params: Params) -> Tensor:
-            return parts.loss(params, state, batch, context, train=train)[0].mean
+            return parts.loss(params, state, batch, context, train=train).mean
 
         def run() -> Params:
             with explained("curvature.hessian", _CURE), plain_functions.differentiable():

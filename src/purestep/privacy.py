@@ -70,16 +70,16 @@ def dp_sgd(
     where = "privacy.dp_sgd"
     parts = parts_for(program, where)
     check_divisible(parts, where)
-    for name, value in (("accumulate", parts.accumulate), ("microbatches", parts.microbatches)):
+    for name, value in (("accumulate", parts.spec.accumulate), ("microbatches", parts.spec.microbatches)):
         if value > 1:
             raise ConfigError(
                 f"the program has {name}={value}: each part would get noise of its own",
                 where=where,
                 hint=f"set {name}=1 and pass a whole batch to each call; chunk_size=... bounds the memory",
             )
-    if parts.is_sharp:
+    if parts.spec.is_sharp:
         raise ConfigError("the program has sam=: its second gradient is not clipped", where=where, hint="sam=None")
-    if parts.is_scaled:
+    if parts.spec.is_scaled:
         raise ConfigError("the program scales its loss", where=where, hint='precision="bf16-mixed", or "32-true"')
 
     def gradients(parts: Parts, form: Form, state: TrainState, batch: Any, context: tuple[Any, ...]) -> Micro:
@@ -105,7 +105,7 @@ def dp_sgd(
         size = expected_batch_size or max(1, rows)
         loss = metrics["loss"]
         metrics = {name: means.with_sums(mean, *finite_mean(*mean)) for name, mean in metrics.items()}
-        metrics |= {name: Mean(value, torch.ones_like(value)) for name, value in parts.values_at(state).items()}
+        metrics |= {name: Mean(value, torch.ones_like(value)) for name, value in parts.spec.values_at(state).items()}
         one = torch.ones_like(zero)
         mean = torch.where(loss.weight > 0, loss.total / loss.weight, torch.zeros_like(loss.total))
         if noise_multiplier:  # not randn * std: one operation rounds as Opacus does

@@ -29,14 +29,12 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from .errors import ConfigError
 from .state import (
     at_least,
-    check_callable,
     check_choice,
     check_count,
     check_range,
     in_range,
     is_number,
     known_keywords,
-    listed,
 )
 
 _Count: TypeAlias = Tensor | int
@@ -186,13 +184,7 @@ def warmup_cosine(
             where="warmup_cosine",
             hint=f"warmup={total // 10}, total={total}",
         )
-
-    def schedule(count: _Count) -> Tensor:
-        t = _count_as_float(count)
-        down = _half_cosine(peak, end, _progress(t - warmup, total - warmup))
-        return torch.where(t < warmup, _line(start, peak, _progress(t, max(warmup, 1))), down)
-
-    return schedule
+    return warmup_stable_decay(peak, warmup, decay=total - warmup, total=total, end=end, start=start, shape="cosine")
 
 
 @known_keywords
@@ -284,9 +276,9 @@ def multistep(init_value: _Finite, milestones: Iterable[int], *, gamma: _Positiv
         gamma: > 0.
 
     Raises:
-        ConfigError: the milestones are not a list, or one is out of range.
+        ConfigError: a milestone is out of range.
     """
-    points = listed("multistep", milestones=milestones)
+    points = list(milestones)
     for milestone in points:
         check_count("multistep", least=1, milestones=milestone)
 
@@ -407,9 +399,9 @@ def join(schedules: Sequence[_AnySchedule], boundaries: Sequence[int]) -> Schedu
         ConfigError: the boundaries are not rising counts of at least 1, or their number is wrong; an entry of
             ``schedules`` is not a function.
     """
-    parts, begins = listed("join", schedules=schedules), listed("join", boundaries=boundaries)
+    parts, begins = list(schedules), list(boundaries)
     for index, part in enumerate(parts):
-        check_callable("join", _as_schedule(part), **{f"schedules[{index}]": part})
+        _check_schedule("join", f"schedules[{index}]", part)
     for boundary in begins:
         check_count("join", least=1, boundaries=boundary)
     if len(parts) != len(begins) + 1 or any(later <= sooner for sooner, later in pairwise(begins)):
@@ -447,13 +439,14 @@ def per_epoch(schedule: _AnySchedule, *, updates_per_epoch: _Updates) -> Schedul
     Raises:
         ConfigError: ``schedule`` is not a function.
     """
-    check_callable("per_epoch", _as_schedule(schedule), schedule=schedule)
+    _check_schedule("per_epoch", "schedule", schedule)
     return lambda count: schedule(torch.div(torch.as_tensor(count), updates_per_epoch, rounding_mode="floor"))
 
 
-def _as_schedule(value: Any) -> str:
-    """The cure for a value in the place of a schedule."""
-    return f"schedules.constant({value!r})" if is_number(value) else "pass a function of the count"
+def _check_schedule(where: str, name: str, value: Any) -> None:
+    if not callable(value):
+        hint = f"schedules.constant({value!r})" if is_number(value) else "pass a function of the count"
+        raise ConfigError(f"{name}={value!r} must be a function", where=where, hint=hint)
 
 
 def from_torch_scheduler(

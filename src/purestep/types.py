@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
 
@@ -288,7 +288,7 @@ class Exchange(NamedTuple):
     norm: Callable[[Params], Tensor] | None
     update: Callable[[Any, Params, Tree, Params, Tensor], Any]
     stream: tuple[int, ...]
-    call: Callable[[Tensor | None], AbstractContextManager[Any]] = lambda counts: nullcontext()
+    call: Callable[[Tensor | None], AbstractContextManager[Any]]
     watched: Callable[[Params], Callable[[Params], None]] = lambda before: lambda after: None
 
 

@@ -370,16 +370,6 @@ def test_a_config_nests_in_a_bigger_one():
         Experiment.model_validate({"trainer": {"epoch": 3}})
 
 
-def test_counting_batches():
-    assert sources.count_batches(1.0, None, loader="train") is None
-    assert sources.count_batches(0, 7, loader="val") == 0
-    assert sources.count_batches(3, None, loader="val") == 3
-    with pytest.raises(ConfigError, match=r"val: limit 0\.5 is a share, and the length of the loader is unknown"):
-        sources.count_batches(0.5, None, loader="val")
-    with pytest.raises(ConfigError, match=r"val: a share of 0\.1 of 7 batches leaves none \(cure: pass 0\.143, or 1\)"):
-        sources.count_batches(0.1, 7, loader="val")
-
-
 def test_text_is_read_as_what_it_spells():
     assert config_values.literal(" 1.0 ") == 1.0
     assert config_values.literal("01:00:00:00") == "01:00:00:00"

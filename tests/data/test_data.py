@@ -38,10 +38,10 @@ from torch.utils.data import (
 import purestep as ps
 from purestep import tree
 from purestep.data import (
+    Prefetched,
     check_batch,
     held,
     open_feed,
-    prefetch,
     random_state,
     shares,
     state_json,
@@ -1170,9 +1170,17 @@ def test_limit_refuses_other_amounts(amount: Any):
 
 
 def test_a_share_needs_a_length():
-    found = r"""fit: limit_batches=\{"train": 0\.5\} needs len\(loader\), and the loader 'train' has none"""
-    with pytest.raises(ConfigError, match=found + r""".*\(cure: .*limit_batches=\{"train": 100\}\)"""):
+    found = r"train: 0\.5, a share of the batches, needs len\(loader\), and the loader has none"
+    with pytest.raises(ConfigError, match=found + r""".*\(cure: .*limit_batches=\{"train": 100\}, or ov"""):
         open_feed(itertools.count(), first=0.5)
+    with pytest.raises(ConfigError, match=found):
+        held(open_feed(itertools.count()), 0.5)
+
+
+@pytest.mark.parametrize(("first", "count"), [(0.1, 1), (0.5, 3), (1.0, 7), (10, 7)])
+def test_a_share_of_the_batches_is_held(first: Any, count: int):
+    feed = held(open_feed(list(range(7))), first)
+    assert (list(feed.epoch(3)), feed.facts["overfit"]) == (list(range(count)), count)
 
 
 def test_overfit_holds_the_first_batches_unshuffled():
@@ -1354,7 +1362,7 @@ def test_the_device_of_a_tree_is_not_that_of_its_key():
 
 def test_prefetching_changes_no_batch(device: torch.device):
     batches = [{"x": torch.full((3,), float(i)), "n": i, "a": np.arange(2)} for i in range(7)]
-    moved = list(prefetch(iter(batches), device, depth=3))
+    moved = list(Prefetched(iter(batches), device, depth=3))
     assert [batch["n"] for batch in moved] == list(range(7))
     assert [batch["x"].tolist() for batch in moved] == [[float(i)] * 3 for i in range(7)]
     assert {batch["x"].device.type for batch in moved} == {device.type}
@@ -1368,7 +1376,7 @@ def test_prefetching_raises_where_the_batch_would_have_come(device: torch.device
 
     seen: list[float] = []
     with pytest.raises(DataError, match="third"):
-        seen.extend(float(batch) for batch in prefetch(failing(), device, depth=2))
+        seen.extend(float(batch) for batch in Prefetched(failing(), device, depth=2))
     assert seen == [0.0, 1.0]
 
 

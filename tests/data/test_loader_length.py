@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import purestep as ps
 from purestep import events
-from purestep.data import open_feed, prefetch
+from purestep.data import Prefetched, open_feed
 from purestep.errors import ConfigError, DataError, Mismatch
 
 BATCHES = 5
@@ -255,7 +255,7 @@ def test_an_error_is_raised_where_its_batch_would_have_come() -> None:
         yield "a"
         raise ZeroDivisionError
 
-    ahead = prefetch(letters(), torch.device("cpu"))
+    ahead = Prefetched(letters(), torch.device("cpu"))
     assert (next(ahead), ahead.more(), ahead.more()) == ("a", True, True)
     with pytest.raises(ZeroDivisionError):
         next(ahead)

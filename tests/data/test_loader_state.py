@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 import purestep as ps
 from purestep.data import Feed, open_feed, random_state
@@ -167,6 +167,33 @@ def test_the_two_draws_do_not_change_the_sampler() -> None:
     assert sampler.epoch == 0
     order(feed, 0)
     assert sampler.epoch == 1
+
+
+class Heavy(Dataset[Tensor]):
+    """Not to be copied."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([float(index)])
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise AssertionError("a dataset is not copied")
+
+
+class Halved(InPlace):
+    """Holds the whole dataset, of which the loader has a part."""
+
+    def __init__(self, whole: Any) -> None:
+        super().__init__()
+        self.whole = whole
+
+
+def test_the_draws_copy_no_dataset_that_the_sampler_holds(caplog: pytest.LogCaptureFixture) -> None:
+    whole = Heavy()
+    open_feed(DataLoader(Subset(Subset(whole, range(12)), range(12)), 2, sampler=Halved(whole)))
+    assert len(told(caplog)) == 1  # the draws were made
 
 
 def test_a_sampler_that_draws_from_the_seed_or_follows_set_epoch_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
@@ -460,12 +487,13 @@ EVALUATED: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital':UserWarning")  # torchdata's own
+@pytest.mark.parametrize("given", [lambda loader: loader, open_feed], ids=["loader", "feed"])
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("name", EVALUATED)
 def test_every_pass_of_an_evaluation_begins_at_the_same_place(
-    name: str, count: int, caplog: pytest.LogCaptureFixture
+    name: str, count: int, given: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    feed = open_feed(EVALUATED[name](), name="val", repeats=True, first=count)
+    feed = open_feed(given(EVALUATED[name]()), name="val", repeats=True, first=count)
     first = order(feed)
     again = [order(feed) for _ in range(3)]
     if name == "torchdata, without a state":  # its state counts batches, and lacks what the dataset keeps
@@ -497,6 +525,33 @@ def test_an_iterator_is_good_for_one_evaluation() -> None:
     assert order(feed) == [[1.0], [2.0]]
     with pytest.raises(DataError, match=r"val: .*the iterator can run only one epoch.*list\(batches\)"):
         order(feed)
+    given = open_feed(iter(At()), first=2)
+    assert order(open_feed(given, repeats=True)) == [[1.0], [2.0]]
+    with pytest.raises(DataError, match=r"val: .*the iterator can run only one epoch"):
+        order(open_feed(given, name="val", repeats=True))
+
+
+@pytest.mark.parametrize("name", ["shuffled", "in workers", "told the epoch"])
+def test_a_feed_without_a_seed_takes_that_of_the_run(name: str) -> None:
+    given, own = open_feed(EVALUATED[name]()), open_feed(EVALUATED[name](), seed=1)
+    for seed in (3, 4):
+        used, wanted = open_feed(given, seed=seed, first=2), open_feed(EVALUATED[name](), seed=seed, first=2)
+        assert used.facts == wanted.facts
+        assert [order(used), order(used)] == [order(wanted), order(wanted)]
+        assert open_feed(own, seed=seed) is own
+    given.close(), own.close()
+
+
+def test_evaluations_of_one_feed_begin_at_the_same_place() -> None:
+    loader = AtWithState()
+    feed = open_feed(loader)
+    for _ in range(2):
+        assert ps.evaluate(torch.zeros(()), open_feed(feed, first=2), at_mean)["loss"] == 1.5
+    assert loader.at == 0
+
+
+def at_mean(state: Any, batch: Any) -> Any:
+    return {"loss": ps.Mean(state + batch.sum(), torch.ones(()))}
 
 
 def test_a_collate_object_that_keeps_something_is_told_at_the_first_batch(caplog: pytest.LogCaptureFixture) -> None:
@@ -639,6 +694,29 @@ def test_a_run_is_told_and_never_refused(train: Any, tmp_path: Path, caplog: pyt
     ]
     assert found[0].history == found[1].history
     assert len(told(caplog)) == 2  # once in each run
+
+
+class Remembering(Counting):
+    """Its state cannot be stored as JSON."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": {self.epochs}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        (self.epochs,) = state["seen"]
+
+
+def test_a_state_that_cannot_be_stored_is_refused_at_the_first_call(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def count(event: Any) -> None:
+        calls.extend([event.updates] if isinstance(event, ps.events.StepEnd) else [])
+
+    settings: dict[str, Any] = {"epochs": 2, "callbacks": [count], "progress": False}
+    with pytest.raises(DataError, match=r"train: state_dict\(\)\['seen'\] is a set, which cannot be stored"):
+        ps.fit(PROGRAM.init(), Remembering(), PROGRAM, snapshots=tmp_path, **settings)
+    assert len(calls) == 1
+    ps.fit(PROGRAM.init(), Remembering(), PROGRAM, **settings)  # which stores nothing
 
 
 @pytest.mark.peer

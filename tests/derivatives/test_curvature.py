@@ -42,7 +42,7 @@ def full_hessian(chosen: ps.Program, state: ps.TrainState, batch: Any) -> Tensor
     parts = parts_for(chosen, "test")
 
     def loss(vector: Tensor) -> Tensor:
-        return parts.loss(shaped(vector, state.params), state, batch, (), train=True)[0].mean
+        return parts.loss(shaped(vector, state.params), state, batch, (), train=True).mean
 
     return torch.func.hessian(loss)(flat(state.params))
 

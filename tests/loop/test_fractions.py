@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import purestep as ps
-from purestep.config.sources import count_batches
 from purestep.data import open_feed
 from purestep.loop.loop_state import LoopState
 from purestep.loop.policy import EvalSchedule
@@ -37,7 +36,6 @@ def test_a_fraction_of_a_count_is_what_it_reads(n: int, count: int) -> None:
 
 @pytest.mark.parametrize(("share", "count", "expected"), FAULTY)
 def test_shares_of_batches_and_of_a_run(share: float, count: int, expected: int) -> None:
-    assert count_batches(share, count, loader="train") == expected
     assert len(list(open_feed(list(range(count)), first=share).epoch(0))) == expected
     assert EarlyStopping(patience=1, start_ratio=share).start(count) == expected
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -142,6 +143,27 @@ def test_bare_steps_take_turns(compiled: bool) -> None:
 
     alone = [job(number) for number in range(2)]
     assert in_threads(job) == alone
+
+
+class Slow(torch.nn.Linear):
+    """Another thread has time to put its weights into the module."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.05)
+        return super().forward(x)
+
+
+def test_calls_of_bound_modules_take_turns() -> None:
+    with rng.scoped(1):
+        net = Slow(1, 1, bias=False)
+    program = ps.program(net, ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
+    state = program.init()
+
+    def job(number: int) -> list[float]:
+        predict = program.bind(state._replace(params={"weight": torch.full((1, 1), float(number))}))
+        return [float(predict(torch.ones(1, 1))) for _ in range(3)]
+
+    assert in_threads(job) == [[0.0] * 3, [1.0] * 3]
 
 
 @pytest.mark.parametrize("scope", [global_rng.locked, lambda: rng.scoped(1), lambda: random_state.scoped(1)])

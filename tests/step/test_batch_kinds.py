@@ -195,6 +195,33 @@ def test_an_objective_that_writes_into_them_trains_on_a_copy(make: Any) -> None:
     assert all(torch.equal(*pair) for each in zip(before, after, strict=True) for pair in zip(*each, strict=True))
 
 
+def mixup(writes: list[bool]) -> Any:
+    """An objective that writes into its batch in some calls only, as a mixup of a probability does."""
+
+    def objective(model: Any, batch: Any) -> ps.Loss:
+        if writes.pop(0):
+            batch["x"].mul_(0.5)
+        return ps.Loss((model(batch["x"]) - batch["y"]).square().mean(), torch.tensor(4.0))
+
+    return objective
+
+
+def test_a_write_that_the_first_call_did_not_make_is_refused() -> None:
+    batch = {"x": torch.ones(4, 1), "y": torch.ones(4, 1)}
+    program = linear(objective=mixup([True, False, False, True, False, True]))
+    state = program.init()
+    for _ in range(2):
+        state, _ = program.train_step(state, batch)  # the first call writes: later ones run on a copy
+    program.eval_step(state, batch)  # the entry of eval mode: the first call of it does not write
+    assert batch["x"].eq(1).all()
+    with pytest.raises(StepContractError, match=r"batch/x: this call writes the tensor in place.*x\.clone"):
+        program.eval_step(state, batch)
+    other = linear(objective=mixup([False, True]))
+    state, _ = other.train_step(other.init(), batch)
+    with pytest.raises(StepContractError, match="batch/x: this call writes"):
+        other.train_step(state, batch)
+
+
 @objects
 def test_an_incident_holds_them(make: Any, tmp_path: Path) -> None:
     given = batches(make)

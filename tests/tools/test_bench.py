@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections import UserDict
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 import purestep as ps
 from purestep import optim
-from purestep.errors import ConfigError
+from purestep.errors import ConfigError, DataError
 from purestep.tools import bench
 
 
@@ -161,3 +162,18 @@ def test_on_a_gpu_the_peak_is_that_of_the_allocator():
     report = ps.benchmark(lambda s, b: (s + b, {}), state, ONE.cuda(), calls=1, blocks=2)
     assert report.device.startswith("cuda")
     assert 8 * 2**20 <= report.peak_bytes < 2**30
+
+
+def test_rows_of_every_kind_are_repeated() -> None:
+    found: list[list[Any]] = []
+
+    def step(state: Any, batch: Any) -> Any:
+        found.append([len(batch["x"]), batch["x"].tolist(), batch["names"], batch["scale"]])
+        return state, {}
+
+    batch: Any = UserDict(x=torch.arange(3), names=["a", "b", "c"], scale=torch.tensor(2))  # as a BatchEncoding
+    assert ps.find_batch_size(step, torch.zeros(()), batch, most=6) == 6
+    assert [rows[0] for rows in found] == [3, 3, 6, 6]
+    assert found[-1][1:] == [[0, 1, 2] * 2, ["a", "b", "c"] * 2, 2]
+    with pytest.raises(DataError, match="the batch has no rows"):
+        ps.find_batch_size(step, torch.zeros(()), {"x": torch.zeros(0)})

@@ -15,7 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import purestep as ps
 from purestep import optim
+from purestep.data import Feed, shares
 from purestep.errors import ConfigError, DataError, StateError, StepContractError
+from purestep.parallel import mesh as meshes
 from purestep.tools import rate_finder
 
 X = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
@@ -132,6 +134,22 @@ class Rotating:
         return iter(self.batches)
 
 
+class Restarting:
+    """An iterator whose ``__iter__`` begins an epoch, as DALI's."""
+
+    def __iter__(self) -> Iterator[Any]:
+        self.left = iter(BATCHES)
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.left)
+
+
+def test_an_iterator_that_restarts_is_a_loader() -> None:
+    found, wanted = (ps.find_learning_rate(*made(), loader, steps=5) for loader in (Restarting(), BATCHES))
+    assert found == wanted
+
+
 LOADERS: dict[str, Any] = {
     "shuffled": lambda: DataLoader(TensorDataset(X, Y), batch_size=4, shuffle=True),
     "with a state": lambda: Placed(lambda at: BATCHES[at % 2], 3),
@@ -188,8 +206,15 @@ def test_numbers_out_of_range_are_errors(options: dict[str, Any], message: str) 
 
 def test_other_wrong_arguments_say_what_to_pass() -> None:
     program, state = made()
-    with pytest.raises(DataError, match="cannot go back.*pass the loader itself"):
-        ps.find_learning_rate(program, state, iter(BATCHES))
+    for made_of in (iter, lambda batches: ps.open_feed(iter(batches)), lambda batches: (each for each in batches)):
+        given = made_of(BATCHES)
+        with pytest.raises(DataError, match="an iterator, whose .* once only.*pass the loader itself"):
+            ps.find_learning_rate(program, state, given)
+        left = given.epoch(0) if isinstance(given, Feed) else given
+        assert next(left) is BATCHES[0]  # none was loaded
+    given, mesh = ps.open_feed(iter(BATCHES)), meshes.here()
+    divided = shares.RowsFeed(given, mesh, checks_end=True), shares.OwnFeed(given, mesh)
+    assert not any(feed.restarts for feed in divided)
     with pytest.raises(StateError, match="not a TrainState"):
         ps.find_learning_rate(program, {}, BATCHES)  # type: ignore[arg-type]
     with pytest.raises(StateError, match="halted"):

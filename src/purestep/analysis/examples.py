@@ -61,7 +61,7 @@ def chunks(
         StepContractError: torch cannot map the model.
     """
     if train:
-        _check_modules(parts.module, where)
+        _check_modules(parts.spec.template.train.model, where)
     leaves, treedef = tree.flatten(tree.dicts(batch))
     leaves, rows = _rows(leaves, state.step.device)
     chunk_size = chunk_size or max(1, CHUNK_BYTES // max(1, sum(p.nbytes for p in state.params.values())))
@@ -69,7 +69,7 @@ def chunks(
 
     def one(params: Params, given: list[Any]) -> tuple[Params, tuple[Tensor, Tensor, dict[str, Any]]]:
         def mean(params: Params) -> tuple[Tensor, Any]:
-            found, _ = parts.loss(params, state, tree.unflatten(treedef, given), context, train=train)
+            found = parts.loss(params, state, tree.unflatten(treedef, given), context, train=train)
             kinds.update({name: m for name, m in found.metrics.items() if type(m) is not Mean})
             sums = {name: (m.total, m.weight) for name, m in found.metrics.items()}
             return found.mean, (found.mean.detach(), found.weight, sums)
@@ -83,7 +83,9 @@ def chunks(
     is_mapped = [isinstance(leaf, Tensor) and leaf.dim() > 0 for leaf in leaves]
     # Recurrent layers add to a hidden state in place, which vmap allows only if the result of the operation before it
     # was mapped too: the parameters are mapped as views with one row for each example.
-    copied = any(isinstance(module, nn.RNNBase | nn.RNNCellBase) for module in parts.module.modules())
+    copied = any(
+        isinstance(module, nn.RNNBase | nn.RNNCellBase) for module in parts.spec.template.train.model.modules()
+    )
     in_dims = (0 if copied else None, [0 if each else None for each in is_mapped])
     mapped = torch.func.vmap(one, in_dims=in_dims, randomness="different")
     for start in range(0, rows, chunk_size):

@@ -11,8 +11,8 @@ from torch import Tensor
 from .. import tree
 from ..errors import ConfigError
 from ..optim import global_norm
-from ..state import at_least, known_keywords
-from ..step import check_divisible, check_state, drawn_in_step, microbatch, parts_for
+from ..state import at_least, known_keywords, stacked
+from ..step import check_divisible, drawn_in_step, microbatch, parts_for
 from ..types import Program, TrainState
 from .examples import chunks
 
@@ -66,7 +66,7 @@ def gradient_noise_scale(
 
     def estimate(state: TrainState, *batches: Any, context: tuple[Any, ...] = ()) -> NoiseScale:
         """``(state, *batches, context=()) -> NoiseScale``."""
-        state = check_state(state)
+        stacked.check_plain(state, where="state")
         if not batches:
             raise ConfigError("there is no batch", where=where, hint="pass (state, batch)")
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError
-from ..state import at_least, known_keywords
-from ..step import check_divisible, check_state, drawn_in_step, parts_for
+from ..state import at_least, known_keywords, stacked
+from ..step import check_divisible, drawn_in_step, parts_for
 from ..types import Params, Program, TrainState
 from .examples import chunks
 
@@ -80,7 +80,7 @@ def per_example(
 
     def gradients(state: TrainState, batch: Any, *context: Any) -> PerExample:
         """``(state, batch, *context) -> PerExample``."""
-        state = check_state(state)
+        stacked.check_plain(state, where="state")
 
         def run() -> PerExample:
             found = [

@@ -201,14 +201,14 @@ def _as_in_a_graph() -> Generator[None]:
     """Run a function as its graph will run: draws are recorded, `torch.compiler.is_compiling()` returns True, and
     nothing is drawn from numpy's or Python's generator, of which a graph would repeat the numbers."""
     compiler: Any = torch.compiler  # no public function sets the flag
-    was_compiling, before = compiler._is_compiling_flag, host_generators.states().comparable()
+    was_compiling, before = compiler._is_compiling_flag, host_generators.states()
     compiler._is_compiling_flag = True
     try:
         with rng.scoped(_CAPTURE_SEED), draws.Draws(), tracing.replaying(), Unwritten():
             yield
     finally:
         compiler._is_compiling_flag = was_compiling
-    after = host_generators.states().comparable()
+    after = host_generators.states()
     for name, one, other in zip(("numpy's", "Python's"), before, after, strict=True):
         if one != other:
             raise Uncaptured(

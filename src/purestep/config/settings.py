@@ -122,7 +122,7 @@ class FitConfig(BaseModel):
 
     overfit_batches: fields.ShareOrNone = Field(default=0, examples=[10])
     """Debugging: train and evaluate only on the first batches of ``"train"``, in a fixed order. An int is their number,
-    a float their share in (0, 1]. 0: off."""
+    a float their share in (0, 1], at least one batch. 0: off."""
 
     limit_batches: fields.Limits = Field(default=None, examples=[{"train": 0.1, "val": 10}])
     """Batches of a loader to use in each epoch. An int is their number, a float their share in (0, 1] of the batches if

@@ -12,7 +12,6 @@ from typing import Any
 from pydantic import BaseModel
 
 from ..errors import ConfigError
-from ..state import whole
 from .messages import ALIASES, ELSEWHERE
 from .settings import FitConfig
 
@@ -113,41 +112,5 @@ def read(path: str | Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ConfigError(
             f"the file holds a {type(found).__name__}", where=str(file), hint='write a mapping: {"epochs": 10}'
-        )
-    return found
-
-
-def count_batches(limit: int | float | None, length: int | None, *, loader: str) -> int | None:
-    """The number of batches of a loader that a limit allows.
-
-    Example:
-        >>> [count_batches(limit, 7, loader="train") for limit in (0.5, 10, None)]
-        [3, 7, 7]
-
-    Args:
-        limit: an int is a number of batches, a float a share in (0, 1], None means all; see `FitConfig.limit`.
-        length: the number of batches of the loader, or None if it is unknown.
-        loader: the name of the loader, for the error.
-
-    Returns:
-        The number, or None for all batches of a loader of unknown length.
-
-    Raises:
-        ConfigError: the limit is a share and the length is unknown, or the share leaves no batch.
-    """
-    if limit is None or (isinstance(limit, float) and limit == 1.0):
-        return length
-    if isinstance(limit, int):
-        return limit if length is None else min(limit, length)
-    if length is None:
-        raise ConfigError(
-            f"limit {limit} is a share, and the length of the loader is unknown",
-            where=loader,
-            hint="pass a number of batches (an int)",
-        )
-    found = whole(length * limit)
-    if limit > 0.0 and found == 0:
-        raise ConfigError(
-            f"a share of {limit} of {length} batches leaves none", where=loader, hint=f"pass {1 / length:.3g}, or 1"
         )
     return found

@@ -16,7 +16,6 @@ from .batch_spec import BatchCheck as BatchCheck
 from .batch_spec import check_batch as check_batch
 from .device import Prefetched as Prefetched
 from .device import device_of as device_of
-from .device import prefetch as prefetch
 from .device import to_device as to_device
 from .feed import Feed as Feed
 from .iterable import held as held

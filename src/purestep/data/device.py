@@ -144,19 +144,13 @@ def _leaf(leaf: Any, fn: Callable[[Any], Any], path: str) -> Any:
         ) from error
 
 
-def prefetch(
-    batches: Iterator[Batch],
-    device: Device,
-    *,
-    depth: int = 2,
-    name: str = "",
-    waited: Callable[[float], None] = lambda seconds: None,
-) -> Prefetched:
-    """Move batches to the device. On CUDA, copy them ahead of time, from pinned memory on a side stream.
+class Prefetched(Iterator[Batch]):
+    """The batches of an iterator on a device. On CUDA they are copied ahead, from pinned memory on a side stream.
 
     Example:
-        >>> list(prefetch(iter([torch.ones(1)]), torch.device("cpu")))
-        [tensor([1.])]
+        >>> letters = Prefetched(iter("ab"), torch.device("cpu"))
+        >>> letters.more(), list(letters), letters.more()
+        (True, ['a', 'b'], False)
 
     On CUDA the loader runs up to ``depth`` batches ahead. An error of the loader is raised in place of its batch.
 
@@ -168,26 +162,21 @@ def prefetch(
         waited: called with the seconds that each batch took to load.
 
     Raises:
-        DataError: a leaf cannot be moved; the message has its path.
-    """
-    return Prefetched(batches, device, depth if device.type == "cuda" else 1, name, waited)
-
-
-class Prefetched(Iterator[Batch]):
-    """The batches of `prefetch`.
-
-    Example:
-        >>> letters = prefetch(iter("ab"), torch.device("cpu"))
-        >>> letters.more(), list(letters), letters.more()
-        (True, ['a', 'b'], False)
+        DataError: from the iterator: a leaf cannot be moved; the message has its path.
     """
 
     def __init__(
-        self, batches: Iterator[Batch], device: Device, depth: int, name: str, waited: Callable[[float], None]
+        self,
+        batches: Iterator[Batch],
+        device: Device,
+        *,
+        depth: int = 2,
+        name: str = "",
+        waited: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         self._batches = batches
         self._device = device
-        self._depth = depth
+        self._depth = depth if device.type == "cuda" else 1
         self._name = name
         self._waited = waited
         self._ready: deque[_Copied] = deque()

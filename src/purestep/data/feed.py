@@ -41,6 +41,13 @@ class Feed(ABC):
     is_divided: bool = False
     """True if the batches are the shares of one of several processes."""
 
+    restarts: bool = True
+    """False if the batches can be loaded once only."""
+
+    has_seed: bool = True
+    """False if the feed was opened without a seed: it has that of the run that uses it."""
+
+    _seed: int = 0
     _first: int | None = None  # an epoch stops after this number of batches
     _share: float | None = None  # of the length, if `_first` is that
     _first_pass: int | None = None  # hash of the first batch of the first pass, if `repeats`
@@ -68,8 +75,11 @@ class Feed(ABC):
             hint = "pass 100 (batches) or 0.25 (a quarter of the epoch)"
             raise ConfigError(f"{first!r} batches", where=self.name, hint=hint)
         if isinstance(first, float) and not self.length:
-            what = f'limit_batches={{"{self.name}": {first}}} needs len(loader), and the loader {self.name!r} has none'
-            raise ConfigError(what, where="fit", hint=f'pass a number of batches: limit_batches={{"{self.name}": 100}}')
+            raise ConfigError(
+                f"{first}, a share of the batches, needs len(loader), and the loader has none",
+                where=self.name,
+                hint=f'pass a number of batches: limit_batches={{"{self.name}": 100}}, or overfit_batches=100',
+            )
         if first == 1.0 and isinstance(first, float):
             return self
         found = copy.copy(self)
@@ -79,6 +89,25 @@ class Feed(ABC):
         found.length = found._first if found.length is None else min(found._first, found.length)
         found.facts = {**found.facts, "limit": first if found._share and not found.exact else count}
         return found
+
+    def reused(self, *, name: str, repeats: bool, seed: int | None) -> Feed:
+        """This feed as the loader of a run: a copy, if ``repeats`` or the seed differs.
+
+        Args:
+            name: of the loader in the run.
+            repeats: as the attribute.
+            seed: of the run, for a feed that was opened without one; None: 0.
+        """
+        seed = self._seed if self.has_seed else seed or 0
+        found = self if (repeats, seed) == (self.repeats, self._seed) else self._copied()
+        found.name, found.repeats, found._seed = name, repeats, seed
+        if "seed" in found.facts:
+            found.facts = {**found.facts, "seed": seed}
+        return found
+
+    def _copied(self) -> Feed:
+        """A copy whose epochs run apart from those of this feed."""
+        return copy.copy(self)
 
     def count(self, epoch: int) -> int | None:
         """The number of batches of an epoch, or None if it is uncertain."""

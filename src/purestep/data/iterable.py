@@ -44,12 +44,16 @@ class SequenceFeed(Feed):
         return (self._source[index] for index in range(start, len(self._source)))
 
 
-def held(feed: Feed, count: int) -> Feed:
-    """Load the first batches of the first epoch, without shuffling, and return a feed that has them in every epoch."""
+def held(feed: Feed, first: int | float) -> Feed:
+    """Load the first batches of the first epoch, without shuffling, and return a feed that has them in every epoch.
+
+    Raises:
+        ConfigError: as `Feed.cut`.
+    """
     ordered = feed.in_order()
-    batches = list(ordered.cut(count).epoch(0))
+    batches = list(ordered.cut(first).epoch(0))
     ordered.close()
-    found = SequenceFeed(batches, name=feed.name, facts={**ordered.facts, "overfit": count})
+    found = SequenceFeed(batches, name=feed.name, facts={**ordered.facts, "overfit": len(batches)})
     found.is_divided = feed.is_divided
     return found
 
@@ -58,7 +62,7 @@ class IterableFeed(Feed):
     """An iterable that is iterated once per epoch. To start inside an epoch, it loads and drops batches.
 
     Args:
-        source: ``source(epoch)`` returns the iterator of an epoch; it runs under the random seed of that epoch.
+        source: ``source(epoch, seed)`` returns the iterator of an epoch; it runs under the random seed of that epoch.
         owners: the iterated object, whose generators are seeded, and the objects that it calls in this process.
         name, seed: as in `open_feed`.
         length: as in `Feed`.
@@ -68,7 +72,7 @@ class IterableFeed(Feed):
 
     def __init__(
         self,
-        source: Callable[[int], Iterator[Batch]],
+        source: Callable[[int, int], Iterator[Batch]],
         owners: Sequence[Any],
         *,
         name: str,
@@ -103,7 +107,7 @@ class IterableFeed(Feed):
             announce(epoch, *self._parts)
         announced = {path for path, value in self._changing().items() if before.get(path) != value}
         with random_state.scoped(seed, own):
-            iterator = self._source(epoch)
+            iterator = self._source(epoch, self._seed)
         then, self._entered = self._entered, self._changing()
         if then is not None:
             self._is_checked, changed = True, list[str]()
@@ -151,6 +155,8 @@ class IteratorFeed(Feed):
         name, seed: as in `open_feed`.
     """
 
+    restarts = False
+
     def __init__(self, iterator: Iterator[Batch], *, name: str, seed: int) -> None:
         super().__init__(name=name, length=None, facts={"kind": "iterator", "seed": seed})
         self._iterator = iterator
@@ -166,6 +172,9 @@ class IteratorFeed(Feed):
     def restore(self, stored: Mapping[str, Any]) -> None:
         super().restore(stored)
         self._restored = stored["given"]
+
+    def _copied(self) -> Feed:
+        return self  # it counts the batches of the one iterator
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
         restored, self._restored = self._restored, None
@@ -231,7 +240,7 @@ class StatefulFeed(Feed):
     """A loader with a state: calls ``state_dict()`` after every batch, and ``load_state_dict`` on resuming.
 
     Args:
-        source: ``source(epoch)`` returns the iterator of an epoch.
+        source: ``source(epoch, seed)`` returns the iterator of an epoch.
         owner: the object with the two methods: the loader or its dataset.
         name, seed: as in `open_feed`.
         length: as in `Feed`.
@@ -240,7 +249,7 @@ class StatefulFeed(Feed):
 
     def __init__(
         self,
-        source: Callable[[int], Iterator[Batch]],
+        source: Callable[[int, int], Iterator[Batch]],
         owner: Any,
         *,
         name: str,
@@ -301,7 +310,7 @@ class StatefulFeed(Feed):
             self._keep(epoch + 1, 0, _Place(place.state, is_cut=True))
 
     def close(self) -> None:
-        if self._initial is not None:
+        if self._initial is not None and self.repeats:
             self._owner.load_state_dict(copy.deepcopy(self._initial[0]))
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
@@ -328,12 +337,12 @@ class StatefulFeed(Feed):
         place, seed = self._load(epoch, start), mix(self._seed, "order", epoch)
         if place is not None and place.is_cut:
             with random_state.scoped(seed):
-                self._source(epoch)  # some loaders first continue the epoch that stopped early; drop that
+                self._source(epoch, self._seed)  # some loaders first continue the epoch that stopped early; drop that
         number = start
         # A loader with the restored state of an ended epoch may have to run out before it restarts.
         for _ in range(2 if place is not None and not start else 1):
             with random_state.scoped(seed):
-                iterator = self._source(epoch)
+                iterator = self._source(epoch, self._seed)
             for number, batch in enumerate(scoped(iterator, seed, start), start + 1):
                 self._check_next(batch)
                 self._keep(epoch, number)

@@ -70,13 +70,13 @@ class Batches(Dataset[Loaded]):
         self._collate = collate
         self._batched = batched
         self._draws = False
-        self._epoch: int | None = None
+        self._begun: tuple[int, int] | None = None  # the epoch, and its seed
         self._generators: dict[str, Any] | None = None
 
     def begin(self, epoch: int, seed: int) -> None:
         """Call ``set_epoch`` of the dataset, once for each epoch in each process, under the seed of the epoch."""
-        if epoch != self._epoch:
-            self._epoch = epoch
+        if (epoch, seed) != self._begun:
+            self._begun = epoch, seed
             with random_state.scoped(mix(seed, "epoch")):
                 announce(epoch, self.users_dataset)
 
@@ -240,10 +240,14 @@ class IndexedFeed(Feed):
     def in_order(self) -> Feed:
         if not self.is_shuffled:
             return self
-        ordered = copy.copy(self)
+        ordered = self._copied()
         ordered._shuffle = False
-        ordered._start()
         return ordered
+
+    def _copied(self) -> IndexedFeed:
+        found = copy.copy(self)
+        found._start()
+        return found
 
     def _begin(self, epoch: int) -> None:
         """Call ``set_epoch`` of the dataset, on which its length and so the order may depend."""
@@ -338,7 +342,7 @@ class IndexedFeed(Feed):
         orders: list[int] = []
         if not any(isinstance(part, Iterator) for part in parts):
             try:
-                one = copy.deepcopy(sampler, {id(self._source.dataset): self._source.dataset})
+                one = copy.deepcopy(sampler, self._datasets())
                 orders = [fingerprint(list(islice(self._drawn(one, 0), _FEW))) for _ in range(2)]
             except Exception:  # it cannot be copied, or raises: then with the epoch and batch, when the order is needed
                 return
@@ -350,6 +354,15 @@ class IndexedFeed(Feed):
                 "Python's global generator; or give the loader state_dict() and load_state_dict())",
                 *(self.name, type(own[-1]).__name__),
             )
+
+    def _datasets(self) -> dict[int, Any]:
+        """The dataset and those that it wraps, by id: the copy of a sampler shares them."""
+        found: dict[int, Any] = {}
+        dataset: Any = self._source.dataset
+        while dataset is not None and id(dataset) not in found:
+            found[id(dataset)] = dataset
+            dataset = getattr(dataset, "dataset", None)
+        return found
 
     def _is_ready(self) -> bool:
         """True if the order is that of torch's random or sequential sampler, which a seed reproduces."""

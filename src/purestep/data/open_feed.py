@@ -25,7 +25,7 @@ def open_feed(
     loader: Any,
     *,
     name: str = "train",
-    seed: int = 0,
+    seed: int | None = None,
     timeout: float = 300.0,
     repeats: bool = False,
     first: int | float | None = None,
@@ -71,9 +71,10 @@ def open_feed(
     from the clock), or a loader with ``state_dict`` goes on with another one.
 
     Args:
-        loader: a loader as in the table.
+        loader: a loader as in the table, or a `Feed`: the result is that feed, or a copy if ``repeats`` or the seed
+            differs.
         name: the name for messages and stored positions.
-        seed: in [0, 2**63).
+        seed: in [0, 2**63). None: that of the run to which the feed is passed, 0 without one.
         timeout: seconds > 0 to wait for a batch from workers, if the loader sets none.
         repeats: every pass over an epoch starts at the same place, as an evaluation needs.
         first: the batches of an epoch: a number (int, >= 1), or a share of ``len(loader)`` (float in (0, 1]; at least
@@ -92,11 +93,11 @@ def open_feed(
     division = loader if isinstance(loader, loaders.Sharded) else None
     loader = loader.loader if isinstance(loader, loaders.Sharded) else loader
     if isinstance(loader, Feed):
-        feed = loader
+        feed = loader.reused(name=name, repeats=repeats, seed=seed)
     else:
         cut = mesh if division is None else None
-        feed = _opened(loader, name=name, seed=seed, timeout=timeout, mesh=cut, replay=replay)
-        feed.repeats = repeats
+        feed = _opened(loader, name=name, seed=seed or 0, timeout=timeout, mesh=cut, replay=replay)
+        feed.repeats, feed.has_seed = repeats, seed is not None
         if feed.length == 0 and feed.exact:
             raise DataError(
                 "the loader is empty: it has no batch",
@@ -135,9 +136,9 @@ def _opened(
     if isinstance(loader, DataLoader) and _by_indices(loader):
         return IndexedFeed(loader, name=name, seed=seed, timeout=timeout, mesh=mesh)
     if _stateful(loader) and not replay:
-        return StatefulFeed(lambda epoch: iter(loader), loader, **_described(loader, name, seed))
+        return StatefulFeed(lambda epoch, seed: iter(loader), loader, **_described(loader, name, seed))
     if isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__:
-        source = _streamed(loader.dataset, loader, seed, timeout)
+        source = _streamed(loader.dataset, loader, timeout)
         if _stateful(loader.dataset) and loader.num_workers == 0 and not replay:
             return StatefulFeed(source, loader.dataset, **_described(loader, name, seed))
         owners = () if loader.num_workers else (loader.dataset, loader.collate_fn)  # workers end with their epoch
@@ -146,7 +147,7 @@ def _opened(
         return SequenceFeed(cast(Sequence[Batch], loader), name=name)
     if isinstance(loader, Iterator) and not _restarts(loader):
         return IteratorFeed(cast("Iterator[Batch]", loader), name=name, seed=seed)
-    return IterableFeed(lambda epoch: iter(loader), (loader,), replay=replay, **_described(loader, name, seed))
+    return IterableFeed(lambda epoch, seed: iter(loader), (loader,), replay=replay, **_described(loader, name, seed))
 
 
 def _restarts(iterator: Any) -> bool:
@@ -182,11 +183,11 @@ def _described(loader: Any, name: str, seed: int) -> dict[str, Any]:
     return {"name": name, "seed": seed, "length": length_of(loader), "parts": parts}
 
 
-def _streamed(dataset: Any, loader: DataLoader[Any], seed: int, timeout: float) -> Callable[[int], Iterator[Batch]]:
+def _streamed(dataset: Any, loader: DataLoader[Any], timeout: float) -> Callable[[int, int], Iterator[Batch]]:
     how = {"batch_size": loader.batch_size, "drop_last": loader.drop_last, "collate_fn": loader.collate_fn}
     # Another run cannot restore the position of a stream in a persistent worker.
     engine = Engine(dataset, like=loader, timeout=timeout, persistent=False, **how)
-    return lambda epoch: engine.run(mix(seed, "workers", epoch))
+    return lambda epoch, seed: engine.run(mix(seed, "workers", epoch))
 
 
 def _no_loader(loader: Any, name: str) -> DataError:

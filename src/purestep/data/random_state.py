@@ -172,4 +172,4 @@ def states() -> tuple[object, ...]:
         ...     print(states() == before)
         False
     """
-    return (global_rng.cpu_state(), *host_generators.states().comparable())
+    return (global_rng.cpu_state(), *host_generators.states())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -43,6 +43,17 @@ def check_rows(name: str, order: int, row: int | None) -> None:
         raise RankError(what, where=name, hint=loaders.WHOLE)
 
 
+_Divided = TypeVar("_Divided", "RowsFeed", "OwnFeed")
+
+
+def _around(divided: _Divided, feed: Feed) -> _Divided:
+    """The same shares of another feed of the loader."""
+    found = divided if feed is divided._feed else copy.copy(divided)  # pyright: ignore[reportPrivateUsage]
+    found._feed, found.name = feed, feed.name  # pyright: ignore[reportPrivateUsage]
+    found.facts = {key: feed.facts.get(key, value) if key == "seed" else value for key, value in divided.facts.items()}
+    return found
+
+
 class RowsFeed(Feed):
     """This process's rows of the batches of a feed, which every process loads.
 
@@ -56,6 +67,7 @@ class RowsFeed(Feed):
         super().__init__(name=feed.name, length=feed.length, facts=feed.facts, exact=feed.exact)
         self._feed = feed
         self.is_divided = True
+        self.restarts = feed.restarts
         self._mesh = mesh
         self._checks_end = checks_end
         self._checks_rows = isinstance(feed, SequenceFeed)  # seeds of a stream may differ
@@ -65,9 +77,10 @@ class RowsFeed(Feed):
         return found if found is None or self._first is None else min(found, self._first)
 
     def in_order(self) -> Feed:
-        ordered = copy.copy(self)
-        ordered._feed = self._feed.in_order()
-        return ordered
+        return _around(self, self._feed.in_order())
+
+    def reused(self, *, name: str, repeats: bool, seed: int | None) -> Feed:
+        return _around(self, self._feed.reused(name=name, repeats=repeats, seed=seed))
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
         batches = self._feed.epoch(epoch, start)
@@ -133,6 +146,7 @@ class OwnFeed(Feed):
         super().__init__(name=feed.name, length=length, facts=facts)
         self._feed = feed
         self.is_divided = True
+        self.restarts = feed.restarts
         self._mesh = mesh
         self._own: dict[int, int] = {}  # epoch -> this process's number of batches, once it has ended
         self._restored: int | None = None  # batches of this process that are done
@@ -170,9 +184,10 @@ class OwnFeed(Feed):
         return Share(self._last, torch.tensor(_STANDS_IN))
 
     def in_order(self) -> Feed:
-        ordered = copy.copy(self)
-        ordered._feed = self._feed.in_order()
-        return ordered
+        return _around(self, self._feed.in_order())
+
+    def reused(self, *, name: str, repeats: bool, seed: int | None) -> Feed:
+        return _around(self, self._feed.reused(name=name, repeats=repeats, seed=seed))
 
     def position(self, epoch: int, consumed: int) -> dict[str, Any]:
         """As `Feed.position`, of all processes: every process calls it."""

@@ -130,7 +130,7 @@ def fingerprint(leaf: Tensor, weights: dict[torch.device, Tensor]) -> Tensor | N
 
 def _generators() -> dict[str, Any]:
     """The states of the caller's global generators."""
-    numpys, pythons = host_generators.states().comparable()
+    numpys, pythons = host_generators.states()
     torchs = tuple(state.numpy().tobytes() for state in global_rng.torch_states())
     return {"torch's": torchs, "numpy's": numpys, "Python's": pythons}
 

@@ -59,7 +59,7 @@ def run_epoch(
     state = state if start else begun(static_of(getattr(step, "eager", step)), state)
     step = counting(step)
     with ranks.opened(loader, state, where="run_epoch", name="train", seed=seed) as feed:
-        for batch in data.prefetch(feed.epoch(epoch, start), data.device_of(state), name="train"):
+        for batch in data.Prefetched(feed.epoch(epoch, start), data.device_of(state), name="train"):
             state, metrics = pair_of(step(state, batch))
             queue.add(None, metrics)
             queue.add_to(total, wait=False)
@@ -111,7 +111,7 @@ def evaluate(
     _check_callable(eval_step=eval_step, where="evaluate")
     with ranks.opened(loader, state, where="evaluate", name=name, repeats=True) as feed:
         state = views.to_evaluate(state, view)
-        batches = data.prefetch(feed.epoch(0), data.device_of(state), name=name)
+        batches = data.Prefetched(feed.epoch(0), data.device_of(state), name=name)
         return eval_means(state, batches, eval_step, name=name, watch=watch)
 
 

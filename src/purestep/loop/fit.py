@@ -246,7 +246,7 @@ class _Run:
             self.state = self.program.begin(self.state)
         loaded = self.feeds.train.epoch(self.loop.epoch, self.loop.batch)
         device, waited = data.device_of(self.state), self.accounting.waited
-        moved = data.prefetch(self.decisions.training(loaded), device, name="train", waited=waited)
+        moved = data.Prefetched(self.decisions.training(loaded), device, name="train", waited=waited)
         # Both stay open as long as there may be a snapshot: a feed may have to ask its loader for more.
         with closing(loaded), closing(moved) as batches:
             yield batches
@@ -353,6 +353,7 @@ class _Run:
         self.state, metrics = self.call(self.state, batch, loop)
         self.loop = loop.stepped()
         self._count(Call(loop.calls + 1, loop.epoch, loop.batch, loop.window_left == 1), metrics, batch)
+        self.checkpointer.check_position(self.loop)
 
     def _flush(self) -> None:
         """Close an open window as the program's tail says. The flush of a user's own program decides itself."""
@@ -412,7 +413,7 @@ class _Run:
         state = views.to_evaluate(state, self.view)
         watch = self.callbacks.watch(state, name, loop.epoch)
         loaded = self.decisions.evaluation(self.feeds.evaluation[name].epoch(0))
-        batches = data.prefetch(loaded, data.device_of(state), name=name)
+        batches = data.Prefetched(loaded, data.device_of(state), name=name)
         with self.accounting.paused():
             means = eval_means(state, batches, step, name=name, watch=watch)
         return {f"{name}_{key}": value for key, value in means.items()}

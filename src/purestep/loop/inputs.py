@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from .. import data, parallel, sinks, tree
 from ..compile import plain
-from ..errors import ConfigError, DataError, Mismatch, StateError
+from ..errors import ConfigError, Mismatch, StateError
 from ..precision import auto_device, policy
 from ..snapshot import RunRecord, Snapshots
 from ..state import stacked, usable_device, views
@@ -90,7 +90,7 @@ def open_feeds(loaders: Any, config: FitConfig, program: Program, seed: int, mes
     limits = {name: config.limit(name) for name in named}
     opened = {name: _limited(name, loader, config, seed, mesh) for name, loader in named.items() if limits[name] != 0}
     if config.overfit_batches:
-        train = data.held(train, _share(config.overfit_batches, train))
+        train = data.held(train, config.overfit_batches)
         opened = dict.fromkeys(opened, train)
     if opened and program.eval_step is None:
         raise ConfigError(
@@ -130,15 +130,6 @@ def _named_loaders(loaders: Any) -> dict[str, Any]:
 def _limited(name: str, loader: Any, config: FitConfig, seed: int, mesh: parallel.Mesh | None) -> data.Feed:
     first = config.fast_dev_run or config.limit(name)
     return data.open_feed(loader, name=name, seed=seed, repeats=name != "train", first=first, mesh=mesh)
-
-
-def _share(amount: int | float, feed: data.Feed) -> int:
-    from ..config import sources  # late, see above
-
-    count = sources.count_batches(amount, feed.count(0) or feed.length, loader=feed.name)
-    if count is None:
-        raise DataError("the loader has no length", where=feed.name, hint="overfit_batches=10, a number of batches")
-    return count
 
 
 # --- the state --------------------------------------------------------------------------------------------------------

@@ -196,7 +196,7 @@ def warn_of_short_average(program: Program, config: FitConfig, feed: data.Feed) 
     if static is None or static.first_share is None or config.fast_dev_run:
         return
     limits = [] if config.steps in (None, -1) else [config.steps]
-    batches = feed.count(0) or feed.length
+    batches = feed.length
     if config.epochs not in (None, -1) and batches:
         limits.append(config.epochs * batches // static.accumulate)
     updates = min(limits, default=0)
@@ -232,7 +232,7 @@ class EvalSchedule:
         self._batches: dict[str, int] = {}  # of the fractions
         for name, every in intervals.items():
             if isinstance(every, float) and every < 1:
-                length = feed.count(0) or feed.length
+                length = feed.length
                 if not length:
                     text = f"evaluate_every={every} of a loader without length"
                     raise ConfigError(text, where="fit", hint="a number of updates: 1000")

@@ -37,6 +37,7 @@ class Checkpointer:
         self._feed = feed
         self._program = program
         self._saved = saved
+        self._has_position = snapshots is None  # the feed has answered once
         self._rows: dict[int, dict[str, float]] = {}  # call -> its row of the history; the last one, until it is saved
 
     @property
@@ -53,6 +54,16 @@ class Checkpointer:
         """Raise the error of the background writer, if it has failed."""
         if self.snapshots is not None:
             self.snapshots.check()
+
+    def check_position(self, loop: LoopState) -> None:
+        """Ask the feed for its position, at the first call of the run alone: the first snapshot may be hours away.
+
+        Raises:
+            DataError: a snapshot cannot store it.
+        """
+        if not self._has_position:
+            self._has_position = True
+            self._feed.position(loop.epoch, loop.batch)
 
     def is_saved(self, loop: LoopState) -> bool:
         """True if this call has a snapshot."""

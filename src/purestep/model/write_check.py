@@ -4,8 +4,8 @@ in no Python attribute."""
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
-from typing import Any, cast
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from ..errors import StepContractError
 from ..torch_ext import hidden, tracing
 from ..types import Params
+
+K = TypeVar("K")
 
 Mark = tuple[int, int]
 """(address, version counter) of a tensor."""
@@ -28,7 +30,7 @@ _SIZED = (
 )
 
 
-def marks(tensors: Params) -> dict[str, Mark]:
+def marks(tensors: Mapping[K, Tensor]) -> dict[K, Mark]:
     """Marks to compare before and after a forward pass; empty in a user's `torch.compile`, which cannot read them."""
     if torch.compiler.is_dynamo_compiling():
         return {}

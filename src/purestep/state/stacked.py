@@ -114,8 +114,9 @@ def check_train_state(state: Any, *, where: str) -> None:
         raise StateError(what, where=where, hint="program.init()")
 
 
-def check_single(state: Any, *, where: str) -> None:
-    """Raise StateError for the state of an ensemble, where a function takes the TrainState of one model."""
+def check_plain(state: Any, *, where: str, pieces: bool = False) -> None:
+    """Raise StateError for anything else than the whole TrainState of one model; with ``pieces``, the part of a state
+    that one of several processes holds is valid."""
     check_train_state(state, where=where)
     if size(state):
         raise StateError(
@@ -123,11 +124,7 @@ def check_single(state: Any, *, where: str) -> None:
             where=where,
             hint="pass ps.member(state, 0), with the program of one member",
         )
-
-
-def check_whole(state: TrainState, *, where: str) -> None:
-    """Raise StateError for the part of a state that one of several processes holds."""
-    if not isinstance(state.placement, Empty):
+    if not pieces and not isinstance(state.placement, Empty):
         raise StateError(
             "the state is the part of one of several processes, and the program that of one process",
             where=where,

@@ -29,7 +29,6 @@ from .batch_copy import untouched as untouched
 from .counted_window import counting as counting
 from .differentiable import Parts as Parts
 from .differentiable import check_divisible as check_divisible
-from .differentiable import check_state as check_state
 from .differentiable import parts_for as parts_for
 from .loss_checks import finite_mean as finite_mean
 from .program import begun as begun

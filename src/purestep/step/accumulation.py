@@ -30,7 +30,7 @@ def accumulate(spec: Spec, form: Form, state: TrainState, micro: Micro) -> tuple
         micro, verdict, _, finite = exchange.joined(
             spec, form, state.buffers, micro, verdict, checks_gradients=bool(micro.buffers)
         )
-        added = added if form.exchange.once else exchange.reduced(form, added)
+        added = added if form.exchange.once else form.exchange.reduce(added)
     accum = Accum(old.left - 1, old.weight + verdict, {name: old.grads[name] + grad for name, grad in added.items()})
     state = _with_buffers(state, micro, finite)
     reads = tracing.may_branch(old.left)  # on other devices the host would wait
@@ -78,7 +78,7 @@ def close(
     """
     stored, summed = form.unreached(unreached), accum.grads
     if form.exchange is not None and form.exchange.once:
-        summed = exchange.reduced(form, summed)
+        summed = form.exchange.reduce(summed)
     flags = _nonzero(form, summed, set(stored.values()))
     reached = {name: flags[place] for name, place in stored.items()}
     grads = exchange.divided(state, summed, accum.weight)

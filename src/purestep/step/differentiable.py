@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
-from torch import nn
-
 from .. import tree
-from ..errors import ConfigError, StateError
+from ..errors import ConfigError
 from ..model import check_real, functional
-from ..state import stacked
-from ..types import Empty, Loss, Params, Program, TrainState
+from ..types import Loss, Params, Program, TrainState
 from .loss_checks import check_loss
 from .spec import Micro, Spec, sum_is_divided
 
@@ -22,31 +17,17 @@ class Parts(NamedTuple):
     """The parts of a program that derivatives are built from.
 
     Args:
-        loss: ``(params, state, batch, context, *, train) -> (Loss, Bound)``: the objective on the whole batch
+        spec: of the program.
+        loss: ``(params, state, batch, context, *, train) -> Loss``: the objective on the whole batch
             with these parameters and the other tensors of the state; ``mean`` is connected to ``params``. Metrics are
             detached; outputs are left out.
         with_gradients: ``(parts, form, state, batch, context) -> Micro`` in place of `gradient.gradients` -> the
             program that updates by it.
-        objective: the user's function.
-        values_at: ``(state)`` -> the scheduled scalars of the objective.
-        accumulate: of the program.
-        microbatches: of the program.
-        is_sharp: True if the program minimizes sharpness (``sam=``).
-        is_scaled: True if the program scales its loss.
-        is_sum: True if the loss is a sum over the batch, not a mean.
-        module: the weightless module in train mode; not to be changed.
     """
 
-    loss: Callable[..., tuple[Loss, functional.Bound]]
+    spec: Spec
+    loss: Callable[..., Loss]
     with_gradients: Callable[[Callable[..., Micro]], Program]
-    objective: Callable[..., Loss]
-    values_at: Callable[[TrainState], dict[str, torch.Tensor]]
-    accumulate: int
-    microbatches: int
-    is_sharp: bool
-    is_scaled: bool
-    is_sum: bool
-    module: nn.Module
 
 
 def parts_of(spec: Spec, with_gradients: Callable[[Callable[..., Micro]], Program]) -> Parts:
@@ -64,30 +45,19 @@ def parts_of(spec: Spec, with_gradients: Callable[[Callable[..., Micro]], Progra
         context: tuple[Any, ...],
         *,
         train: bool,
-    ) -> tuple[Loss, functional.Bound]:
+    ) -> Loss:
         device = state.step.device
         bound = functional.bind(spec.template, params, state.frozen, state.buffers, train=train)
         bound.values = spec.values_at(state)
         with spec.policy.autocast(device):
             found = spec.objective(bound, spec.policy.cast(tree.dicts(batch)), *context)
         found = check_loss(found, device, train=True)
-        return found._replace(weight=found.weight.detach(), metrics=tree.detach(found.metrics), outputs={}), bound
+        return found._replace(weight=found.weight.detach(), metrics=tree.detach(found.metrics), outputs={})
 
     def replaced(compute: Callable[..., Micro]) -> Program:
         return with_gradients(lambda spec, *args: compute(parts_of(spec, _not_nested), *args))
 
-    return Parts(
-        loss=loss,
-        with_gradients=replaced,
-        objective=inspect.unwrap(spec.objective),
-        values_at=spec.values_at,
-        accumulate=spec.accumulate,
-        microbatches=spec.microbatches,
-        is_sharp=spec.is_sharp,
-        is_scaled=not isinstance(spec.scaler.init(torch.device("cpu")), Empty),
-        is_sum=getattr(spec.objective, "is_sum", False),
-        module=spec.template.train.model,
-    )
+    return Parts(spec, loss, replaced)
 
 
 def _not_nested(gradients: Callable[..., Micro]) -> Program:
@@ -120,7 +90,7 @@ def parts_for(program: Program, where: str) -> Parts:
             where=where,
             hint="pass the program that ps.distribute got, and the state of ps.full(state)",
         )
-    check_real(static.made.parts.module, where)
+    check_real(static.made.parts.spec.template.train.model, where)
     return static.made.parts
 
 
@@ -130,18 +100,5 @@ def check_divisible(parts: Parts, where: str) -> None:
     Raises:
         ConfigError: the loss is a sum over the batch.
     """
-    if parts.is_sum:
+    if parts.spec.is_sum:
         raise sum_is_divided("the gradient of a batch would not be the mean over its examples", where=where)
-
-
-def check_state(state: Any) -> TrainState:
-    """Return the state.
-
-    Raises:
-        StateError: it is not a whole TrainState of one model.
-    """
-    if not isinstance(state, TrainState):
-        raise StateError(f"the state is a {type(state).__name__}", where="state", hint="pass a state of program.init()")
-    stacked.check_whole(state, where="state")
-    stacked.check_single(state, where="state")
-    return state

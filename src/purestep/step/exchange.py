@@ -59,11 +59,6 @@ def weighted(grads: Params, weight: Tensor) -> Params:
     return {name: times(grad.to(wide(grad.dtype)), weight) for name, grad in grads.items()}
 
 
-def reduced(form: Form, grads: Params) -> Params:
-    """Sum weighted gradients over all processes, in the stored form."""
-    return cast(Exchange, form.exchange).reduce(grads)
-
-
 def mean_gradients(form: Form, state: TrainState, grads: Params, local: Tensor, weight: Tensor) -> Params:
     """The mean gradient over the examples of all processes, in the stored form and the dtypes of the parameters.
 
@@ -74,7 +69,7 @@ def mean_gradients(form: Form, state: TrainState, grads: Params, local: Tensor, 
         local: shape=(): their `Micro.grad_weight`.
         weight: shape=(): the weight of all processes.
     """
-    return divided(state, reduced(form, weighted(grads, local)), weight)
+    return divided(state, cast(Exchange, form.exchange).reduce(weighted(grads, local)), weight)
 
 
 def divided(state: TrainState, summed: Params, weight: Tensor) -> Params:

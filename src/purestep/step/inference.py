@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from .. import rng, tree
 from ..errors import StepContractError
 from ..model import functional, write_check
 from ..state import stacked, views
-from ..torch_ext import tracing
+from ..torch_ext import global_rng, tracing
 from ..types import Batch, Carrying, Loss, Mean, Metrics, Params, TrainState
 from .loss_checks import check_loss, counted, lacks_gradient, like_loss, rows_of
 from .random_draws import drawn
@@ -38,8 +39,7 @@ def eval_step_of(spec: Spec) -> Callable[..., Metrics]:
     def measured(
         state: TrainState, carried: Params, batch: Batch, context: tuple[Any, ...], index: int
     ) -> tuple[Metrics, Params]:
-        stacked.check_single(state, where="eval_step")
-        stacked.check_whole(state, where="eval_step")
+        stacked.check_plain(state, where="eval_step")
         rows, counts = rows_of(batch)
 
         def evaluate() -> tuple[Loss, Params]:
@@ -130,8 +130,7 @@ def bind_of(spec: Spec) -> Callable[..., functional.Inference]:
                 the call, so ``backward()`` fails for a model with activation checkpointing, which repeats the forward
                 pass: bind a program of the model without it (same names), or compute the loss in an objective.
         """
-        stacked.check_single(state, where="bind")
-        stacked.check_whole(state, where="bind")
+        stacked.check_plain(state, where="bind")
         chosen = views.view(state, "params" if train and view is None else view)
 
         def run(method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -139,7 +138,9 @@ def bind_of(spec: Spec) -> Callable[..., functional.Inference]:
             buffers = {**chosen.buffers, **start}
             bound = functional.bind(spec.template, chosen.params, chosen.frozen, buffers, train=train)
             args, kwargs = spec.policy.cast((args, kwargs))
-            with torch.set_grad_enabled(train), spec.policy.autocast(chosen.step.device):
+            # Threads share the weightless module, which the steps call under the same lock.
+            turn = nullcontext() if tracing.in_graph() else global_rng.locked()
+            with turn, torch.set_grad_enabled(train), spec.policy.autocast(chosen.step.device):
                 return bound.call(method, *args, **kwargs)
 
         return functional.Inference(run)

@@ -66,6 +66,23 @@ def rows(batch: Batch, first: int, end: int) -> Batch:
     return tree.unflatten(treedef, [_part(leaf, number, first, end) for leaf in leaves])
 
 
+def repeated(batch: Batch, number: int) -> Batch:
+    """A batch of ``number`` rows: those of the batch, again and again.
+
+    Raises:
+        DataError: as `count_rows`.
+    """
+    count, leaves, treedef = _by_rows(batch, 1)
+    order = [at % count for at in range(number)]
+    return tree.unflatten(treedef, [_taken(leaf, order, count) for leaf in leaves])
+
+
+def _taken(leaf: Any, order: list[int], count: int) -> Any:
+    if _has_rows(leaf):
+        return leaf[order]
+    return type(leaf)(leaf[at] for at in order) if _is_list(leaf, count) else leaf
+
+
 def _part(leaf: Any, number: int, start: int, end: int) -> Any:
     return leaf[start:end] if _has_rows(leaf) or _is_list(leaf, number) else leaf
 

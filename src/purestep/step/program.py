@@ -64,9 +64,8 @@ def program(
         >>> int(state.step), int(new.step), float(metrics["applied"])
         (0, 1, 1.0)
 
-    Threads of one process may share a program: its steps take turns, since they draw from torch's global generator and
-    put the weights of their state into one weightless copy of the module. A callable of ``bind`` is for one thread at a
-    time.
+    Threads of one process may share a program: its steps and the callables of ``bind`` take turns, since they draw from
+    torch's global generator and put the weights of their state into one weightless copy of the module.
 
     Args:
         model: a template, never written; only ``init`` reads its weights. Training runs in train mode, whatever the

@@ -16,7 +16,7 @@ from .. import scaler as scaler_
 from ..errors import ConfigError
 from ..model import functional
 from ..optim import arguments, numerics
-from ..types import Form, Metrics, Objective, Params, Program, TrainState
+from ..types import Empty, Form, Metrics, Objective, Params, Program, TrainState
 
 
 def sum_is_divided(how: str, *, where: str) -> ConfigError:
@@ -115,6 +115,16 @@ class Spec(NamedTuple):
     gradients: Callable[..., Micro]  # (spec, form, state, batch, context) -> Micro
     is_sharp: bool = False  # `gradients` are those of `Sam`
     carry: Mapping[str, Tensor] = MappingProxyType({})  # as in `Static`
+
+    @property
+    def is_scaled(self) -> bool:
+        """True if the program scales its loss."""
+        return not isinstance(self.scaler.init(torch.device("cpu")), Empty)
+
+    @property
+    def is_sum(self) -> bool:
+        """True if the loss is a sum over the batch, not a mean."""
+        return getattr(self.objective, "is_sum", False)
 
     def values_at(self, state: TrainState) -> dict[str, Tensor]:
         """The scheduled scalars of this state, shape=() each."""

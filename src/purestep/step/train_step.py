@@ -47,9 +47,7 @@ def steps_of(spec: Spec, form: Form) -> Steps:
         """
         if not isinstance(state, TrainState):  # pyright: ignore[reportUnnecessaryIsInstance]  # may be of any type
             raise _no_state(state)
-        stacked.check_single(state, where="train_step")
-        if form.exchange is None:
-            stacked.check_whole(state, where="train_step")
+        stacked.check_plain(state, where="train_step", pieces=form.exchange is not None)
 
         def call(state: TrainState) -> Micro:
             return _drawing(spec, form, state, batch, lambda: spec.gradients(spec, form, state, batch, context))
@@ -76,9 +74,7 @@ def steps_of(spec: Spec, form: Form) -> Steps:
 
     def flush(state: TrainState) -> tuple[TrainState, Metrics]:
         """Close an open window according to the program's ``tail``."""
-        stacked.check_single(state, where="flush")
-        if form.exchange is None:
-            stacked.check_whole(state, where="flush")
+        stacked.check_plain(state, where="flush", pieces=form.exchange is not None)
         if isinstance(state.accum, Empty) or spec.tail == "carry":
             return state, {}
         accum = cast(Accum, state.accum)
@@ -90,7 +86,7 @@ def steps_of(spec: Spec, form: Form) -> Steps:
 
 
 def _check_divisible(spec: Spec, form: Form) -> None:
-    if not getattr(spec.objective, "is_sum", False):
+    if not spec.is_sum:
         return
     counts = {"accumulate": spec.accumulate, "microbatches": spec.microbatches}
     parts = [f"{name}={count}" for name, count in counts.items() if count > 1]
@@ -107,7 +103,7 @@ def _check_evaluable(spec: Spec, form: Form) -> None:
     several = {
         "accumulate=": spec.accumulate > 1,
         "sam=": spec.is_sharp,
-        "a loss scaler": not isinstance(spec.scaler.init(torch.device("cpu")), Empty),
+        "a loss scaler": spec.is_scaled,
         "several processes": form.exchange is not None,
     }
     for what, is_there in several.items():

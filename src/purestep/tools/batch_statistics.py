@@ -63,13 +63,13 @@ def refresh_batchnorm(
             hint="call it for each member, with the program that ps.ensemble got: ps.stack([ps.refresh_batchnorm("
             "program, ps.member(state, i), loader) for i in range(members)])",
         )
-    stacked.check_single(state, where=where)
+    stacked.check_plain(state, where=where, pieces=True)
     found = program.static.made.statistics(state, view)
     if not found.names:
         return state
     how: dict[str, Any] = {"program": program, "seed": int(state.key[0]), "repeats": True}
     with ranks.opened(loader, state, where=where, name=name, **how) as feed:
-        for index, batch in enumerate(data.prefetch(feed.epoch(0), data.device_of(state), name=name)):
+        for index, batch in enumerate(data.Prefetched(feed.epoch(0), data.device_of(state), name=name)):
             try:
                 found.add(batch, index)
             except Exception as error:

@@ -14,6 +14,7 @@ import torch
 from .. import data, tree
 from ..errors import ConfigError, DataError
 from ..state import at_least, known_keywords
+from ..step import microbatch
 from ..types import Tree
 
 
@@ -154,18 +155,22 @@ def find_batch_size(step: Callable[..., Any], state: Tree, batch: Any, *, most: 
     Args:
         step: ``(state, batch) -> (state, metrics)``, compiled or not, without donation.
         state: the initial state.
-        batch: a batch of any size. Its rows are repeated for larger batches; leaves without rows stay as they are.
+        batch: a batch of any size. Its rows are repeated for larger batches, those that ``microbatches`` of `program`
+            splits; leaves without rows stay as they are.
         most: the largest number of rows to try, at least the rows of ``batch``.
 
     Returns:
         The number of rows.
 
     Raises:
-        DataError: the leaves have different numbers of rows, or none.
+        DataError: the leaves have different numbers of rows, or none; or a list is ambiguous.
         ConfigError: ``most`` is smaller than the rows of ``batch``.
         MemoryError: even ``batch`` does not fit (`torch.OutOfMemoryError` on CUDA), as the step raised it.
     """
-    rows = _rows(batch)
+    batch = tree.dicts(batch)
+    rows = microbatch.count_rows(batch)
+    if not rows:
+        raise DataError("the batch has no rows", where="batch", hint="pass a batch with one row or more")
     if most < rows:
         raise ConfigError(
             f"most is {most}, but the batch has {rows} rows", where="find_batch_size", hint=f"pass most={rows} or more"
@@ -173,7 +178,7 @@ def find_batch_size(step: Callable[..., Any], state: Tree, batch: Any, *, most: 
     _attempt(step, state, batch)
     while 2 * rows <= most:
         try:
-            _attempt(step, state, _resized(batch, 2 * rows))
+            _attempt(step, state, microbatch.repeated(batch, 2 * rows))
         except Exception as error:
             if not _is_out_of_memory(error):
                 raise
@@ -189,26 +194,6 @@ def _attempt(step: Callable[..., Any], state: Tree, batch: Any) -> None:
     new, _ = step(tree.clone(state), batch)
     step(new, batch)
     _synchronize(device)
-
-
-def _rows(batch: Any) -> int:
-    sizes = {len(leaf) for leaf in tree.leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()}
-    if len(sizes) != 1 or 0 in sizes:
-        raise DataError(
-            f"leading dimensions are {sorted(sizes)}; the tensors must have one number of rows",
-            where="batch",
-            hint="pass tensors with the same leading dimension, at least 1",
-        )
-    return sizes.pop()
-
-
-def _resized(batch: Any, rows: int) -> Any:
-    def leaf(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or not value.dim():
-            return value
-        return value[torch.arange(rows, device=value.device) % len(value)]
-
-    return tree.map(leaf, batch)
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -74,7 +74,7 @@ def export_weights(
         raise ConfigError(
             f"the suffix {target.suffix!r} names no format", where=str(path), hint="use the suffix .safetensors or .pt"
         )
-    stacked.check_single(state, where="export_weights")
+    stacked.check_plain(state, where="export_weights", pieces=True)
     shown = placement.weights(views.view(state, view))
     processes.first(lambda: _write(target, program, weights(program, shown, only=only)))
 
@@ -180,7 +180,7 @@ def _stored(module: nn.Module, state: TrainState, view: str | None) -> Params:
     Raises:
         Mismatch: a name or a shape differs.
     """
-    stacked.check_single(state, where="load_into")
+    stacked.check_plain(state, where="load_into", pieces=True)
     shown = placement.weights(views.view(state, view))
     stored = {**shown.params, **shown.frozen, **shown.buffers}
     stored = {name: value for name, value in stored.items() if not name.startswith(OBJECTIVE)}

@@ -97,10 +97,8 @@ def summary(program: Program, state: TrainState, batch: Any = None) -> ModelSumm
         ConfigError: with a batch, the program is compiled: the counter does not see compiled kernels.
         StateError: the state is no TrainState, is spread over processes, or halted.
     """
-    stacked.check_single(state, where="summary")
+    stacked.check_plain(state, where="summary")
     state = TrainState(*state)
-    if not isinstance(state.placement, Empty):
-        raise StateError("the state is spread over processes", where="summary", hint="pass ps.full(state)")
     rows = _rows(program, state)
     flops = (None, None) if batch is None else _counted(program, state, batch)
     return ModelSummary(

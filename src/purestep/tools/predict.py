@@ -95,7 +95,7 @@ def predict(
         model, feed = program.bind(state, view=view), opened.in_order()
         if feed is not opened:
             stack.callback(feed.close)
-        for index, batch in enumerate(data.prefetch(feed.epoch(0), data.device_of(state), name=name)):
+        for index, batch in enumerate(data.Prefetched(feed.epoch(0), data.device_of(state), name=name)):
             rows, counts = batch.rows if isinstance(batch, Share) else batch, ranks.has_rows(batch)
             try:
                 with torch.no_grad(), rng.scoped(rng.mix(seed, "eval", index), data.device_of(state)):

@@ -13,7 +13,7 @@ from .. import data, optim, tree
 from .. import metrics as metrics_
 from ..errors import ConfigError, DataError, StateError, StepContractError
 from ..loop import check_pair, inputs, ranks
-from ..parallel import loaders, processes
+from ..parallel import processes
 from ..state import at_least, check_range, in_range, known_keywords, stacked
 from ..types import Device, Empty, Metrics, Program, TrainState
 
@@ -75,7 +75,7 @@ def find_learning_rate(
             rate lasts for one window.
         state: of this program; batches move to its device. With a distributed program every process calls this with
             the whole loader, and gets the same result.
-        loader: as for `fit`, but no iterator.
+        loader: as for `fit`, but no generator or other iterator that runs once.
         low: the first learning rate, > 0.
         high: the last one, > low.
         steps: the number of learning rates, >= 2.
@@ -98,15 +98,8 @@ def find_learning_rate(
         Smith, 2017, Cyclical Learning Rates for Training Neural Networks.
     """
     check_range("find_learning_rate", low, ends="()", cure="high=1.0, which exceeds low", high=high)
-    stacked.check_single(state, where="find_learning_rate")
+    stacked.check_plain(state, where="find_learning_rate", pieces=True)
     state = _checked(state, leaf, low)
-    source = loader.loader if isinstance(loader, loaders.Sharded) else loader
-    if isinstance(source, Iterator):
-        raise DataError(
-            f"a {type(source).__name__} cannot go back to where it was",
-            where=name,
-            hint="pass the loader itself instead of iter(loader), or list(batches)",
-        )
     window = program.static.accumulate if program.static is not None else 1
     rates, losses, smooth = list[float](), list[float](), 0.0
     how: dict[str, Any] = {"program": program, "seed": int(state.key[0]), "repeats": True}
@@ -114,6 +107,12 @@ def find_learning_rate(
         ranks.opened(loader, state, where="find_learning_rate", name=name, **how) as feed,
         closing(_endless(feed, data.device_of(state), name)) as batches,
     ):
+        if not feed.restarts:
+            raise DataError(
+                "the loader is an iterator, whose batches can be loaded once only",
+                where=name,
+                hint="pass the loader itself instead of iter(loader), or list(batches)",
+            )
         for index in range(steps):
             rate = low * (high / low) ** (index / (steps - 1))
             state, loss = _update(program, _with_rate(state, leaf, rate), batches, window)
@@ -152,7 +151,7 @@ def _is_halted(state: TrainState) -> bool:
 
 def _endless(feed: data.Feed, device: Device, name: str) -> Generator[Any]:
     while True:  # the same epoch: a feed that repeats warns of another order
-        yield from data.prefetch(feed.epoch(0), device, name=name)
+        yield from data.Prefetched(feed.epoch(0), device, name=name)
 
 
 def _update(program: Program, state: TrainState, batches: Iterator[Any], window: int) -> tuple[TrainState, float]:

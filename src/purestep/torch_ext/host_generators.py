@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +20,7 @@ _SPARES: list[np.random.MT19937] = []
 def scoped(number: int) -> Generator[None]:
     """Seed both generators with ``number``, in [0, 2**63), inside, and restore them afterwards (60 us, of which 30 read
     numpy's state)."""
-    bits, (numpys, pythons) = _global.get_bit_generator(), states()
+    bits, numpys, pythons = _global.get_bit_generator(), np.random.get_state(legacy=False), random.getstate()
     spare = _SPARES.pop() if _SPARES else np.random.MT19937()
     try:
         _global.set_bit_generator(spare)
@@ -40,29 +40,18 @@ def seed(number: int) -> None:
     random.seed(number)
 
 
-class States(NamedTuple):
-    """States of numpy's and Python's generators."""
+def states() -> tuple[object, object]:
+    """The present states of numpy's and Python's generators as values that ``==`` compares: each draw and each seeding
+    changes them (35 us).
 
-    numpys: Any  # as np.random.set_state takes it
-    pythons: tuple[Any, ...]
-
-    def comparable(self) -> tuple[object, object]:
-        """The two states as values that `==` compares: each draw and each seeding changes them.
-
-        Example:
-            >>> with scoped(1):
-            ...     before = states().comparable()
-            ...     _ = random.random()
-            ...     print([one == other for one, other in zip(before, states().comparable())])
-            [True, False]
-        """
-        bits = self.numpys["state"]
-        known = tuple(
-            bits[name].tobytes() if isinstance(bits[name], np.ndarray) else bits[name] for name in sorted(bits)
-        )
-        return (known, self.numpys["bit_generator"], self.numpys["has_gauss"], self.numpys["gauss"]), self.pythons
-
-
-def states() -> States:
-    """The present states of both generators (35 us)."""
-    return States(np.random.get_state(legacy=False), random.getstate())
+    Example:
+        >>> with scoped(1):
+        ...     before = states()
+        ...     _ = random.random()
+        ...     print([one == other for one, other in zip(before, states())])
+        [True, False]
+    """
+    numpys = np.random.get_state(legacy=False)
+    bits = numpys["state"]
+    known = tuple(bits[name].tobytes() if isinstance(bits[name], np.ndarray) else bits[name] for name in sorted(bits))
+    return (known, numpys["bit_generator"], numpys["has_gauss"], numpys["gauss"]), random.getstate()

@@ -50,17 +50,6 @@ def dense_parts(leaf: Tensor) -> tuple[Tensor, ...]:
     return (leaf,)
 
 
-def nbytes(leaves: Iterable[Any]) -> int:
-    """The bytes that tensors take, for sparse and nested ones those of their parts. Other leaves count 0.
-
-    Example:
-        >>> nbytes([torch.ones(2, 3), "text"])
-        24
-    """
-    found = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    return sum(part.nbytes for leaf in found for part in ((leaf,) if is_dense(leaf) else dense_parts(leaf)))
-
-
 def as_bytes(leaf: Tensor) -> Tensor:
     """The bytes of a dense tensor in C order, shape=(nbytes,), dtype=uint8, on its device. They may share its memory.
 
