@@ -178,6 +178,16 @@ def test_retrieval_gets_its_queries_from_prepare():
     assert values["mrr"] == pytest.approx(float(theirs.compute()))
 
 
+def test_a_sum_over_texts_takes_lists_of_texts():
+    def decode(outputs: Tensor, targets: Any) -> Any:
+        return ["right" if best else "wrong" for best in outputs.argmax(-1).tolist()], targets
+
+    rate = metrics.from_torchmetrics(tm.text.WordErrorRate(), prepare=decode)
+    one = rate(torch.eye(2), ["right", "right"])
+    assert float(one) == 0.5
+    assert float(metrics.merge({"rate": one}, {"rate": rate(torch.eye(2), ["wrong", "right"])})["rate"]) == 0.25
+
+
 def test_the_outputs_of_a_step_are_a_value_that_merges_in_any_order_of_grouping():
     auroc = metrics.from_torchmetrics(cl.MulticlassAUROC(3))
     module = net(3)
