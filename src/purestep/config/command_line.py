@@ -40,9 +40,10 @@ def cli(
     group with the settings of `fit`, for ``ps.fit(state, loaders, program, config.fit)``.
 
     A value in the file is written as for its option, in a list one by one; a table that is no group holds an option's
-    keys and values. None of a setting of `fit` is ``none``, or ``null`` in JSON. A wrong option or file ends the program with status 2, and a message that names the option, the
-    nearest names and the file. This is a thin layer on tyro (``pip install 'purestep[cli]'``), which parses the
-    options: its annotations (``tyro.conf``) work in the dataclass.
+    keys and values. None of a setting of `fit` is ``none``, or ``null`` in JSON. A wrong option or file ends the
+    program with status 2, and a message that names the option, the nearest names and the file. This is a thin layer on
+    tyro (``pip install 'purestep[cli]'``), which parses the options: its annotations (``tyro.conf``) work in the
+    dataclass.
 
     Args:
         config: a dataclass.

@@ -261,8 +261,8 @@ class JointDecisions(Decisions):
 
 
 def _text(spec: Any, *, is_batch: bool = False) -> str:
-    """The structure of a batch in one line, with its keys. Entries that are all alike, one per example, are not counted:
-    the processes may have different numbers of examples."""
+    """The structure of a batch in one line, with its keys. Entries that are all alike, one per example, are not
+    counted: the processes may have different numbers of examples."""
     children = getattr(spec, "children", None)
     if children is None:
         return spec.kind

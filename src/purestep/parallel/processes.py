@@ -7,7 +7,6 @@ makes the same calls in the same order. Without a mesh of several processes each
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 import traceback
@@ -332,8 +331,9 @@ def check_same(facts: Mapping[str, Any], *, where: str, hint: str) -> None:
 
 
 def _cut(*texts: str) -> list[str]:
-    """The part of each text around the first letter that differs, if the texts are long."""
-    same = len(os.path.commonprefix(texts))
+    """The part of each text around the first letter that differs, if a text is long."""
+    shortest = min(map(len, texts))
+    same = next((index for index in range(shortest) if len({text[index] for text in texts}) > 1), shortest)
     start = 0 if max(map(len, texts)) <= _LONGEST else max(0, same - _LONGEST // 2)
     return ["..." * bool(start) + text[start : start + _LONGEST] for text in texts]
 
