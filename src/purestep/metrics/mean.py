@@ -75,7 +75,7 @@ def with_sums(mean: Mean, total: Tensor, weight: Tensor) -> Mean:
 
 
 def compute(metrics: Metrics, *, prefix: str = "") -> dict[str, float]:
-    """Return the values as Python numbers, nan for weight 0; without `outputs`. Waits for the device once.
+    """Return the values as Python numbers, nan for weight 0; without `outputs`. Waits for the device.
 
     Example:
         >>> compute({"loss": Mean(torch.tensor(6.0), torch.tensor(4.0))}, prefix="val_")
@@ -85,28 +85,9 @@ def compute(metrics: Metrics, *, prefix: str = "") -> dict[str, float]:
         metrics: name -> Mean, on one or several devices.
         prefix: prepended to each name (``"val_"``).
     """
-    on_host = _on_host(measured(metrics)).items()
+    on_host = tree.map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, measured(metrics)).items()
     found = [{name: float(mean)} if type(mean) is Mean else numbers(name, mean.compute()) for name, mean in on_host]
     return {f"{prefix}{name}": value for values in found for name, value in values.items()}
-
-
-def _on_host(metrics: Metrics) -> Metrics:
-    """Copy the metrics to the CPU, with one transfer per device and dtype."""
-    leaves, treedef = tree.flatten(metrics)
-    groups: dict[Any, list[int]] = {}
-    for index, leaf in enumerate(leaves):
-        if _is_on_device(leaf):
-            groups.setdefault((leaf.device, leaf.dtype), []).append(index)
-    for indices in groups.values():
-        group = [leaves[index] for index in indices]
-        parts = torch.cat([leaf.reshape(-1) for leaf in group]).cpu().split([leaf.numel() for leaf in group])
-        for index, leaf, part in zip(indices, group, parts, strict=True):
-            leaves[index] = part.reshape(leaf.shape)
-    return tree.unflatten(treedef, leaves)
-
-
-def _is_on_device(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.device.type != "cpu"
 
 
 def as_mean(value: Tensor | float, weight: Tensor | float = 1.0) -> Mean:
