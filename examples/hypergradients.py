@@ -81,7 +81,7 @@ def inner_program(config: Config) -> ps.Program:
     """A perceptron of three layers; the rate of each is a leaf of the state."""
     width = config.width
     net = nn.Sequential(nn.Linear(64, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 10))
-    layers = {f"layer{i}": optim.inject(optim.sgd)(config.learning_rate, momentum=0.9) for i in (0, 2, 4)}
+    layers = {f"layer{i}": optim.inject(optim.sgd)(learning_rate=config.learning_rate, momentum=0.9) for i in (0, 2, 4)}
     tx = optim.partition(layers, [(rf"^{name[5:]}\.", name) for name in layers])
     return ps.program(net, ps.supervised(nn.CrossEntropyLoss(), metrics={"accuracy": metrics.accuracy}), tx)
 

@@ -53,7 +53,8 @@ def main(config: Config) -> float:
     data = digits.loaders(config.batch_size)
     test = data.pop("test").dataset.tensors
     # `inject` puts the learning rate into the state, where each member has its own.
-    tx = optim.chain(optim.clip_by_global_norm(1.0), optim.inject(optim.adamw)(config.low, weight_decay=0.05))
+    rule = optim.inject(optim.adamw)(learning_rate=config.low, weight_decay=0.05)
+    tx = optim.chain(optim.clip_by_global_norm(1.0), rule)
     objective = ps.supervised(nn.CrossEntropyLoss(), metrics={"accuracy": metrics.accuracy})
     program = ps.program(network(config.width), objective, tx, ema=ps.ema.average(0.98, warmup=True))
 

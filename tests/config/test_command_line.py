@@ -156,6 +156,26 @@ def test_a_table_of_the_file_keeps_the_default_of_its_group_where_another_field_
     assert ps.config.cli(Needy, [*file, "--model.norm", "batch"]).model == Model(64, (4,), "batch")
 
 
+@needs_tyro
+def test_none_switches_a_setting_of_fit_off_also_against_its_default(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    names = ("early_stopping", "mode", "monitor", "resume", "check_every", "device")
+    path.write_text(json.dumps({"fit": dict.fromkeys(names)}))
+    fit = ps.FitConfig(epochs=3, **dict.fromkeys(names))  # type: ignore[arg-type]
+    assert ps.config.cli(Needy, ["--data", "a", "--config", str(path)]).fit == fit
+    options = [part for name in names for part in (f"--fit.{name.replace('_', '-')}", "none")]
+    assert ps.config.cli(Needy, ["--data", "a", *options]).fit == fit
+
+
+@needs_tyro
+def test_none_is_refused_by_a_setting_of_fit_without_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps({"fit": {"log_every": None}}))
+    with pytest.raises(SystemExit):
+        ps.config.cli(Config, ["--config", str(path)])
+    assert "log_every=None" in capsys.readouterr().err
+
+
 @dataclass
 class Derived:
     batch: int = 32

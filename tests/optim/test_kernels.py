@@ -344,6 +344,15 @@ def test_autograd_follows_what_a_step_is_given_like_torch_func(make: Any, name: 
     torch.testing.assert_close(found, torch.func.grad(after)(chosen), rtol=1e-6, atol=0)
 
 
+def test_a_masked_decay_of_other_parameters_is_refused() -> None:
+    tx = optim.sgd(0.1, weight_decay=0.5, mask="weight")
+    params, other = {"weight": torch.ones(3)}, {"renamed.weight": torch.ones(3)}
+    state = tx.init(other)
+    assert fused.plan(tx, params, state, params) is None
+    with pytest.raises(ps.errors.StateError):
+        tx.update(params, state, params)
+
+
 def test_a_sparse_gradient_has_no_kernel() -> None:
     tx = optim.adamw(1e-2)
     params = {"w": torch.ones(3, 2)}

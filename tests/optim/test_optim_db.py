@@ -33,6 +33,7 @@ def configurations(monkeypatch: pytest.MonkeyPatch) -> list[tuple[type[torch.opt
         for info in common.optim_db
         for given in info.optim_inputs_func(device="cpu", dtype=torch.float64)
         if info.optim_cls not in (torch.optim.LBFGS, torch.optim.SparseAdam)  # refused: `test_optim.py`
+        and not given.kwargs.get("dampening")
     ]
 
 

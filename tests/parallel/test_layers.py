@@ -83,6 +83,11 @@ def test_synchronized_statistics_equal_one_process(results: list[dict[str, Any]]
     assert results[index]["metrics"] < 1e-6
 
 
+def test_the_counts_of_all_layers_are_one_collective(results: list[dict[str, Any]]) -> None:
+    """Two layers. Six calls: the gradients, the small sums, the buffers, and their counts."""
+    assert results[len(SYNCED)]["collectives"] == {"all_reduce": 4 * 6}
+
+
 def test_averaged_statistics_are_other_ones(results: list[dict[str, Any]]) -> None:
     assert 1e-6 < results[len(SYNCED)]["far"] < 1.0
 

@@ -12,6 +12,8 @@ from torch import distributed as dist
 from torch import nn
 
 import purestep as ps
+from purestep import data
+from purestep.loop import decisions
 from purestep.parallel import mesh as meshes
 from purestep.parallel import placement, processes
 
@@ -49,6 +51,28 @@ def test_one_process_of_another_launcher_is_alone(variables: dict[str, str], mon
         monkeypatch.setenv(name, value)
     with ps.parallel.start() as mesh:
         assert mesh.size == 1
+
+
+def test_a_difference_behind_many_letters_is_found_and_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = ["same " * 200 + end for end in ("one", "other")]
+    monkeypatch.setattr(processes, "gathered", lambda mine: [mine, {"a batch": texts[1]}])
+    with pytest.raises(
+        ps.errors.RankError, match=r"a batch is \.\.\..*same one in process 0, .*same other in"
+    ) as found:
+        processes.check_same({"a batch": texts[0]}, where="train", hint="none")
+    assert len(str(found.value)) < 800
+
+
+def test_the_number_of_examples_of_a_list_is_no_difference() -> None:
+    """One entry per example; a batch of tensors has one per column."""
+    image, counts = torch.zeros(3, 4, 4), torch.tensor(1.0)
+
+    def text(rows: Any) -> str:
+        return decisions._text(data.check_batch(ps.types.Share(rows, counts)))
+
+    assert text([([image] * 3, {"x": image})]) == text([([image] * 4, {"x": image})] * 2)
+    assert text([image] * 2) != text([image] * 3)
+    assert text({"x": image, "y": image}) != text({"x": image, "z": image})
 
 
 def _error(monkeypatch: pytest.MonkeyPatch, *, opened: float, store: Any = None) -> str:

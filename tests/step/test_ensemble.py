@@ -537,6 +537,19 @@ def test_settings_that_do_not_fit():
             call()
 
 
+def test_an_error_of_the_objective_is_raised_as_it_is() -> None:
+    def objective(model: Any, x: Tensor) -> ps.Loss:
+        try:
+            raise KeyError("own cause")
+        except KeyError as error:
+            raise RuntimeError("of the user") from error
+
+    program = ps.ensemble(ps.program(torch.nn.Linear(4, 3), objective, ps.optim.sgd(0.1)), 2)
+    with pytest.raises(RuntimeError, match="of the user") as caught:
+        program.train_step(program.init(seeds=[0, 1]), torch.rand(8, 4))
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
 @pytest.mark.parametrize(
     ("touch", "told"),
     [

@@ -40,9 +40,10 @@ def cli(
     group with the settings of `fit`, for ``ps.fit(state, loaders, program, config.fit)``.
 
     A value in the file is written as for its option, in a list one by one; a table that is no group holds an option's
-    keys and values. A wrong option or file ends the program with status 2, and a message that names the option, the
-    nearest names and the file. This is a thin layer on tyro (``pip install 'purestep[cli]'``), which parses the
-    options: its annotations (``tyro.conf``) work in the dataclass.
+    keys and values. None of a setting of `fit` is ``none``, or ``null`` in JSON. A wrong option or file ends the
+    program with status 2, and a message that names the option, the nearest names and the file. This is a thin layer on
+    tyro (``pip install 'purestep[cli]'``), which parses the options: its annotations (``tyro.conf``) work in the
+    dataclass.
 
     Args:
         config: a dataclass.
@@ -91,8 +92,6 @@ def _options(config: Any, found: Mapping[str, Any], prefix: str) -> list[str]:
     for name, value in found.items():
         kind, option = kinds.get(name), prefix + name.replace("_", "-")
         if config is FitConfig:
-            if value is None:  # as it is by default
-                continue
             options.append(f"--{option}={_shown(value)[0]}")
         elif kind is bool and isinstance(value, bool):
             options.append(f"--{option}" if value else f"--{prefix}no-{name.replace('_', '-')}")
@@ -137,8 +136,10 @@ def _fit_options(info: Any, tyro: Any) -> Any:
 
 
 def _read(args: list[str]) -> Any:
-    """The text of an option; a mapping or list is written as JSON."""
+    """The text of an option; a mapping or list is written as JSON, and None as none or null."""
     (text,) = args
+    if text.lower() in ("none", "null"):
+        return None
     return json.loads(text) if text[:1] in "{[" else text
 
 

@@ -371,7 +371,10 @@ class _Mapped:
             outputs = torch.func.vmap(function, randomness=draws)(*leaves, *rows)
         except RuntimeError as error:
             is_draw = "randomness error mode" in str(error)
-            raise (_DrawsError() if is_draw else refused(where, error, _CURE) or error) from error
+            found = _DrawsError() if is_draw else refused(where, error, _CURE)
+            if found is None:
+                raise
+            raise found from error
         treedef, found, at = result
         for index, leaf in zip(at, outputs, strict=True):
             found[index] = leaf

@@ -260,10 +260,19 @@ class JointDecisions(Decisions):
         processes.check_same({"a batch": _text(spec)}, where="train, first batch", hint=_SAME)
 
 
-def _text(spec: Any) -> str:
-    """The structure of a batch in one line."""
+def _text(spec: Any, *, is_batch: bool = False) -> str:
+    """The structure of a batch in one line, with its keys. Entries that are all alike, one per example, are not
+    counted: the processes may have different numbers of examples."""
     children = getattr(spec, "children", None)
-    return spec.kind if children is None else f"{spec.kind}({', '.join(map(_text, children))})"
+    if children is None:
+        return spec.kind
+    texts = [_text(child, is_batch=spec.kind == "Share") for child in children]
+    if spec.kind not in ("list", "tuple"):
+        named = zip(spec.keys, texts, strict=True)
+        texts = [text if isinstance(key, int) else f"{key}: {text}" for key, text in named]
+    elif len(set(texts)) == 1 and not (is_batch and "(" not in texts[0]):  # a batch of tensors has inputs and targets
+        texts = [texts[0], "..."]
+    return f"{spec.kind}({', '.join(texts)})"
 
 
 # --- the same in all processes ----------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Mergeable metrics: totals and weights are added over batches and resumes, and divided once at the end.
 
-A metric is ``f(outputs, targets) -> Mean``, computed on the device; only `compute` and `to_json` wait for the device.
+A metric is ``f(outputs, targets) -> Mean``, computed on the device; only `compute` waits for the device.
 Options are keyword arguments; bind them with `functools.partial`::
 
     ps.supervised(criterion, metrics={"accuracy": metrics.accuracy, "top5": partial(metrics.accuracy, k=5)})
@@ -11,7 +11,7 @@ classes with a weight > 0.
 
 An object of torchmetrics, or a collection of them, is a metric as it is: ``metrics={"auroc": MulticlassAUROC(10)}``.
 
-mean             empty, merge, compute, JSON
+mean             empty, merge, compute
 classification   accuracy, precision, recall, F1
 regression       absolute and squared errors
 gathered         metrics that need all outputs of an evaluation
@@ -33,9 +33,7 @@ from .handed_out import outputs as outputs
 from .mean import as_mean as as_mean
 from .mean import compute as compute
 from .mean import empty as empty
-from .mean import from_json as from_json
 from .mean import merge as merge
-from .mean import to_json as to_json
 from .regression import mean_absolute_error as mean_absolute_error
 from .regression import mean_squared_error as mean_squared_error
 from .torchmetrics import from_torchmetrics as from_torchmetrics

@@ -1,9 +1,7 @@
-"""Operations on metrics: empty, merge, compute, and conversion to and from JSON."""
+"""Operations on metrics: empty, merge and compute."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -77,7 +75,7 @@ def with_sums(mean: Mean, total: Tensor, weight: Tensor) -> Mean:
 
 
 def compute(metrics: Metrics, *, prefix: str = "") -> dict[str, float]:
-    """Return the values as Python numbers, nan for weight 0; without `outputs`. Waits for the device once.
+    """Return the values as Python numbers, nan for weight 0; without `outputs`. Waits for the device.
 
     Example:
         >>> compute({"loss": Mean(torch.tensor(6.0), torch.tensor(4.0))}, prefix="val_")
@@ -87,28 +85,9 @@ def compute(metrics: Metrics, *, prefix: str = "") -> dict[str, float]:
         metrics: name -> Mean, on one or several devices.
         prefix: prepended to each name (``"val_"``).
     """
-    on_host = _on_host(measured(metrics)).items()
+    on_host = tree.map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, measured(metrics)).items()
     found = [{name: float(mean)} if type(mean) is Mean else numbers(name, mean.compute()) for name, mean in on_host]
     return {f"{prefix}{name}": value for values in found for name, value in values.items()}
-
-
-def _on_host(metrics: Metrics) -> Metrics:
-    """Copy the metrics to the CPU, with one transfer per device and dtype."""
-    leaves, treedef = tree.flatten(metrics)
-    groups: dict[Any, list[int]] = {}
-    for index, leaf in enumerate(leaves):
-        if _is_on_device(leaf):
-            groups.setdefault((leaf.device, leaf.dtype), []).append(index)
-    for indices in groups.values():
-        group = [leaves[index] for index in indices]
-        parts = torch.cat([leaf.reshape(-1) for leaf in group]).cpu().split([leaf.numel() for leaf in group])
-        for index, leaf, part in zip(indices, group, parts, strict=True):
-            leaves[index] = part.reshape(leaf.shape)
-    return tree.unflatten(treedef, leaves)
-
-
-def _is_on_device(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.device.type != "cpu"
 
 
 def as_mean(value: Tensor | float, weight: Tensor | float = 1.0) -> Mean:
@@ -156,60 +135,3 @@ def in_float64(metrics: Metrics) -> Metrics:
         name: mean if isinstance(mean, Gathered) else with_sums(mean, mean.total.double(), mean.weight.double())
         for name, mean in metrics.items()
     }
-
-
-def to_json(metrics: Metrics) -> dict[str, dict[str, Any]]:
-    """Convert totals and weights to JSON numbers; a number that is not finite becomes None. `outputs` are left out.
-    Waits for the device.
-
-    Example:
-        >>> to_json({"loss": Mean(torch.tensor(6.0), torch.tensor(4.0))})
-        {'loss': {'total': 6.0, 'weight': 4.0}}
-
-    Raises:
-        StepContractError: a metric is a `Gathered`, whose batches are no numbers.
-    """
-    if gathered := [name for name, value in metrics.items() if isinstance(value, Gathered)]:
-        raise StepContractError(
-            "the metric holds outputs, not sums", where=f"metrics/{gathered[0]}", hint="call metrics.compute"
-        )
-    return {
-        name: {field: _to_json_number(value.tolist()) for field, value in mean._asdict().items()}
-        for name, mean in _on_host(measured(metrics)).items()
-    }
-
-
-def _to_json_number(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_to_json_number(one) for one in value]
-    return value if math.isfinite(value) else None
-
-
-def from_json(
-    found: Mapping[str, Mapping[str, Any]],
-    *,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-) -> Metrics:
-    """Restore the metrics of `to_json` as plain Means; merging with the next batch restores a subclass of `Mean`.
-
-    Example:
-        >>> metrics = {"loss": Mean(torch.tensor(6.0), torch.tensor(4.0))}
-        >>> from_json(to_json(metrics)) == metrics
-        True
-
-    Args:
-        found: name -> total and weight.
-        device: of the tensors.
-        dtype: float32, or float64 for metrics of a float64 program.
-    """
-    return {
-        name: Mean(*(torch.tensor(_from_json(mean[field]), dtype=dtype, device=device) for field in Mean._fields))
-        for name, mean in found.items()
-    }
-
-
-def _from_json(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_from_json(one) for one in value]
-    return math.nan if value is None else value

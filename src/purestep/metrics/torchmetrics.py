@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .. import rng
+from .. import rng, tree
 from ..errors import ConfigError
 from ..state import known_keywords
 from ..torch_ext import tracing
@@ -203,7 +203,8 @@ def _summing(metric: Any, states: dict[str, Tensor], arguments: Prepare) -> Metr
 
     def count(outputs: Any, targets: Any) -> Mean | Gathered:
         found = arguments(outputs, targets)
-        device = next(leaf.device for leaf in _tensors(found))
+        given = (*_tensors(found), *tree.leaves((outputs, targets)))  # texts have no device: that of their outputs
+        device = next((leaf.device for leaf in given if isinstance(leaf, Tensor)), torch.device("cpu"))
         own = unchecked if tracing.in_graph() or tracing.transformed() else scratch
         _load(own, states, torch.zeros(sum(one.numel() for one in states.values()), device=device))
         try:

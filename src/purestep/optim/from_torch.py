@@ -2,11 +2,11 @@
 
 An update builds the optimizer on copies of the parameters, loads its state from the tree, runs one step, and stores the
 state back in the tree: the numbers are exactly those of the optimizer. A compiled step traces this Python, as that of a
-model. An optimizer can be traced if it keeps its state in tensors, does not read their values, and its first step is
-like the later ones. In a user's `torch.compile` the update is a break in the graph.
+model. An optimizer can be traced if it keeps its state in tensors and does not read their values. In a user's
+`torch.compile` the update is a break in the graph.
 
 `init` first probes the optimizer on small tensors: which state it keeps for a parameter, that it keeps nothing
-elsewhere, and that an optimizer which is rebuilt from this state computes the same updates.
+elsewhere, and that an optimizer which is rebuilt from this state computes the same updates, the first one included.
 """
 
 from __future__ import annotations
@@ -31,9 +31,6 @@ from .scale import rate_leaf
 
 Slots: TypeAlias = dict[str, dict[str, Tensor | Empty]]
 """Name -> key -> tensor, or Empty for None."""
-_Arguments: TypeAlias = tuple[Params, Params, Slots]
-"""Parameters, gradients and slots: the arguments of a step."""
-
 _NUMBERS: dict[str, Callable[[Any], Any]] = {"int": int, "float": float, "bool": bool}
 _SCALAR = "scalar"  # a 0-d float64 tensor, stored in shape (1,), since a 0-d float64 leaf cannot be donated
 
@@ -49,9 +46,8 @@ def from_torch(optimizer: type[torch.optim.Optimizer], *, lr: Rate | None = None
         (-0.1, ['momentum_buffer'])
 
     In eager mode the updates equal those of the optimizer, up to one rounding. Compiled steps support the dense
-    optimizers of torch.optim except Adafactor (use `adafactor`) and SGD with dampening (use `sgd`), and others that
-    keep their state in tensors, do not branch on tensor values, and whose first step is like the later ones. There is
-    one parameter group; for more, use `partition`. Not elementwise.
+    optimizers of torch.optim except Adafactor (use `adafactor`), and others that keep their state in tensors and do not
+    branch on tensor values. There is one parameter group; for more, use `partition`. Not elementwise.
 
     Args:
         optimizer: the class.
@@ -61,20 +57,20 @@ def from_torch(optimizer: type[torch.optim.Optimizer], *, lr: Rate | None = None
 
     Raises:
         ConfigError: the optimizer needs a closure (see `lbfgs`) or sparse gradients; its state of a parameter is not
-            tensors and numbers under fixed keys, or it keeps state elsewhere (in its parameter group, on itself); the
-            rate is out of range; when compiling, the optimizer cannot be traced.
+            tensors and numbers under fixed keys, or it keeps state elsewhere (in its parameter group, on itself); its
+            first step differs from the later ones, as that of SGD with dampening (use `sgd`); the rate is out of
+            range; when compiling, the optimizer cannot be traced.
         StateError: at update, the keys or shapes of the optimizer's state have changed.
         StepContractError: at update, if called inside of a transform of `torch.func`.
     """
     spec = _spec_of(optimizer, lr, kwargs)
     schedule = lr if isinstance(lr, Tensor) or callable(lr) else None
-    special: dict[tuple[Any, ...], bool] = {}  # for parameters of these shapes, the first step is not as the later ones
 
     def init(params: Params) -> FromTorchState:
         step = zero_count(params)
         if not params:
             return FromTorchState(step, Empty(), {})
-        slots, special[_shapes(params)] = _prepare(spec, params)
+        slots = _initial_state(spec, params, _probe(spec, params))
         rate = spec.rate() if schedule is None else rate_at(schedule, step)
         return FromTorchState(step, Empty() if rate is None else rate_leaf(rate, step), slots)
 
@@ -89,7 +85,7 @@ def from_torch(optimizer: type[torch.optim.Optimizer], *, lr: Rate | None = None
             )
         rate = None if schedule is None else _rate(schedule, state.step)
         run = _traced_step if not torch.compiler.is_dynamo_compiling() and tracing.in_graph() else _eager_step
-        new, slots = run(spec, special, (params, updates, state.slots), rate, state.step)
+        new, slots = run(spec, params, updates, state.slots, rate)
         shown = spec.rate() if rate is None else rate
         learning_rate = state.learning_rate if shown is None else rate_leaf(shown, state.step)
         changes = {name: new[name] - params[name] for name in updates}
@@ -150,10 +146,6 @@ def _check_supported(optimizer: type[torch.optim.Optimizer], where: str) -> None
         raise ConfigError("it needs sparse gradients, but a pure step has dense gradients", where=where, hint=hint)
 
 
-def _shapes(params: Params) -> tuple[Any, ...]:
-    return tuple((name, tuple(param.shape), param.dtype) for name, param in params.items())
-
-
 def _rate(rate: Tensor | Schedule, step: Tensor) -> Scalar:
     """Return the rate of this update: a schedule's value, or a copy of a tensor in the tensor's dtype."""
     if isinstance(rate, Tensor) and rate.is_floating_point():
@@ -161,24 +153,12 @@ def _rate(rate: Tensor | Schedule, step: Tensor) -> Scalar:
     return rate_at(rate, step)
 
 
-def _prepare(spec: _Spec, params: Params) -> tuple[Slots, bool]:
-    """The state before the first update, and True if the first step is special, as in SGD with dampening."""
-    fill, is_special = _probe(spec, params)
-    slots, is_whole = _initial_state(spec, params, fill)
-    return slots, is_special or not is_whole
-
-
 @tracing.break_in_graph
-def _eager_step(
-    spec: _Spec, special: dict[tuple[Any, ...], bool], arguments: _Arguments, rate: Any, step: Tensor
-) -> tuple[Params, Slots]:
-    params, _, slots = arguments
-    if (key := _shapes(params)) not in special:
-        special[key] = _prepare(spec, params)[1]
+def _eager_step(spec: _Spec, params: Params, grads: Params, slots: Slots, rate: Any) -> tuple[Params, Slots]:
     # Optimizers compare and format their learning rate as a Python number. A rate that the caller passed as a tensor
     # stays a tensor, because torch rounds differently then.
     number = rate if rate is None or spec.lr_dtype is not None else float(rate)
-    params, found = _run(spec, *arguments, rate=number, is_first=special[key] and bool(step == 0))
+    params, found = _run(spec, params, grads, slots, rate=number)
     if tree.signature(found) != tree.signature(slots):
         new = sorted({*tree.paths(found)} ^ {*tree.paths(slots)}) or "a leaf of another shape"
         hint = "use an optimizer whose state has the same keys and shapes from its first step on"
@@ -186,22 +166,14 @@ def _eager_step(
     return params, found
 
 
-def _traced_step(
-    spec: _Spec, special: dict[tuple[Any, ...], bool], arguments: _Arguments, rate: Any, step: Tensor
-) -> tuple[Params, Slots]:
-    del step  # A graph serves every step.
-    params, _, slots = arguments
-    if _shapes(params) not in special:
-        raise ConfigError("init was not called", where=spec.where, hint="call tx.init(params) before compiling")
+def _traced_step(spec: _Spec, params: Params, grads: Params, slots: Slots, rate: Any) -> tuple[Params, Slots]:
     keys = {_split_key(key) for slot in slots.values() for key in slot}
     numbers = sorted({name for name, kind in keys if kind in _NUMBERS})
-    if special[_shapes(params)]:
-        why = "its first step differs from the later ones"
-    elif numbers:
+    if numbers:
         why = f"its state has Python numbers ({', '.join(numbers)}), which would be constants in a graph"
     else:
         try:
-            return _run(spec, *arguments, rate=rate, is_traced=True)
+            return _run(spec, params, grads, slots, rate=rate, is_traced=True)
         except Exception as error:  # The optimizer and the tracer may raise anything.
             why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
     hint = "set compile=False, or use the optimizer of the same name in purestep.optim"
@@ -215,7 +187,6 @@ def _run(
     slots: Slots,
     *,
     rate: Any = None,
-    is_first: bool = False,
     is_traced: bool = False,
 ) -> tuple[Params, Slots]:
     """Run one step of the optimizer on copies of the parameters.
@@ -224,9 +195,8 @@ def _run(
         spec: the optimizer.
         params: name -> P.
         grads: name -> P.
-        slots: its state of each parameter; a first step uses the keys only.
+        slots: its state of each parameter.
         rate: a learning rate that replaces that of the spec.
-        is_first: the optimizer creates its own state.
         is_traced: the step must not read tensor values.
     """
     leaves = {name: param.detach().clone().requires_grad_() for name, param in params.items()}
@@ -239,8 +209,7 @@ def _run(
         optimizer.param_groups[0]["lr"] = rate
     for name, leaf in leaves.items():
         leaf.grad = grads[name].detach().to(leaf.dtype, copy=True)
-        if not is_first:
-            optimizer.state[leaf] = _to_native(slots[name], upcast=_may_upcast(leaf) and (is_traced or leaf.is_cuda))
+        optimizer.state[leaf] = _to_native(slots[name], upcast=_may_upcast(leaf) and (is_traced or leaf.is_cuda))
     if is_traced:  # without the wrapper around each `step`, which records it for profilers
         type(optimizer).step.__wrapped__(optimizer)  # pyright: ignore[reportFunctionMemberAccess]
     else:
@@ -328,15 +297,15 @@ def _split_key(key: str) -> tuple[str, str]:
     return (name, kind) if name and (kind in _NUMBERS or kind == _SCALAR) else (key, "")
 
 
-def _probe(spec: _Spec, params: Params) -> tuple[float, bool]:
+def _probe(spec: _Spec, params: Params) -> float | None:
     """Run a few steps on one small tensor per rank and dtype, to see which state the optimizer keeps and where.
 
     Returns:
-        A gradient value with which one step creates the whole state, and whether the first step is another one than an
-        ordinary step from that state.
+        The argument ``fill`` of `_initial_state` for this optimizer.
 
     Raises:
-        ConfigError: the optimizer fails, its keys change after the first step, or it keeps state elsewhere.
+        ConfigError: the optimizer fails, its keys change after the first step, its first step differs from the later
+            ones, or it keeps state elsewhere.
     """
     generator = rng.generator(rng.key(0), "from_torch")
     kinds = {(param.ndim, param.dtype): name for name, param in params.items()}
@@ -353,13 +322,14 @@ def _probe(spec: _Spec, params: Params) -> tuple[float, bool]:
         raise ConfigError(f"a step failed: {error}", where=spec.where, hint=hint) from error
 
 
-def _compare_steps(spec: _Spec, small: Params) -> tuple[float, bool]:
+def _compare_steps(spec: _Spec, small: Params) -> float | None:
     """Compare an optimizer with one that is rebuilt from its state in every step; see `_probe`."""
     gradients = [{name: torch.cos(3 * param + count) for name, param in small.items()} for count in range(4)]
     leaves = {name: param.clone().requires_grad_() for name, param in small.items()}
     with rng.scoped(0):
         optimizer = _build(spec, list(leaves.values()))
-    before, keys, wanted = _elsewhere(optimizer), list[dict[str, set[str]]](), list[Params]()
+    before, first = _elsewhere(optimizer), dict[str, Any]()
+    keys, wanted = list[dict[str, set[str]]](), list[Params]()
     for count, grads in enumerate(gradients):
         for name, grad in grads.items():
             leaves[name].grad = grad.clone()
@@ -367,6 +337,9 @@ def _compare_steps(spec: _Spec, small: Params) -> tuple[float, bool]:
             optimizer.step()
         keys.append({name: set(optimizer.state[leaf]) for name, leaf in leaves.items()})
         wanted.append({name: leaf.detach().clone() for name, leaf in leaves.items()})
+        if not count:
+            states = {name: _to_tensors(optimizer.state[leaf], leaf, spec.where) for name, leaf in leaves.items()}
+            first = tree.clone(states)
     if keys[0] != keys[-1]:
         new = sorted({key for name in small for key in keys[0][name] ^ keys[-1][name]})
         hint = "use an optimizer whose state has the same keys from its first step on"
@@ -375,22 +348,23 @@ def _compare_steps(spec: _Spec, small: Params) -> tuple[float, bool]:
     hint = "use an optimizer that keeps its state by parameter, such as those of purestep.optim"
     if changed := [key for key in after if key not in before or not _is_same(before[key], after[key])]:
         raise ConfigError(f"{what}: {', '.join(changed)}", where=spec.where, hint=hint)
-    # Some optimizers create no state for a gradient of 0.
-    fill, (slots, is_whole) = 0.0, _initial_state(spec, small, 0.0)
-    if {name: {_split_key(key)[0] for key in slot} for name, slot in slots.items()} != keys[0]:
-        fill, (slots, is_whole) = 1.0, _initial_state(spec, small, 1.0)
-    with rng.scoped(0):
-        own = _run(spec, small, gradients[0], slots, is_first=True)
-    with rng.scoped(0):
-        is_special = not is_whole or not _is_same(own, _run(spec, small, gradients[0], slots))
-    new, slots = own
-    for count, grads in enumerate(gradients):
-        if count:
-            with rng.scoped(count):
-                new, slots = _run(spec, new, grads, slots)
+    for fill in (0.0, 1.0, None):
+        slots = _initial_state(spec, small, fill)
+        if tree.signature(slots) == tree.signature(first):
+            with rng.scoped(0):
+                new, slots = _run(spec, small, gradients[0], slots)
+            if _is_same((new, slots), (wanted[0], first)):
+                break
+    else:
+        is_sgd = issubclass(spec.optimizer, torch.optim.SGD)
+        cure = "optim.sgd(..., dampening=0.5)" if is_sgd else "use an optimizer of purestep.optim: optim.adamw(1e-3)"
+        raise ConfigError("its first step differs from the later ones", where=spec.where, hint=cure)
+    for count, grads in list(enumerate(gradients))[1:]:
+        with rng.scoped(count):
+            new, slots = _run(spec, new, grads, slots)
         if not all(torch.allclose(new[name], wanted[count][name], rtol=1e-5, equal_nan=True) for name in small):
             raise ConfigError(f"rebuilt from its state it computes other updates: {what}", where=spec.where, hint=hint)
-    return fill, is_special
+    return fill
 
 
 def _elsewhere(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -413,8 +387,15 @@ def _is_same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-def _initial_state(spec: _Spec, params: Params, fill: float) -> tuple[Slots, bool]:
-    """The state before the first update. On the meta device, where some optimizers read a value, that of zeros."""
+def _initial_state(spec: _Spec, params: Params, fill: float | None) -> Slots:
+    """The state before the first update. On the meta device, where some optimizers read a value, that of zeros.
+
+    Args:
+        spec: the optimizer.
+        params: name -> P.
+        fill: the first values that a step with gradients of this value stores. 1 is for optimizers that create no state
+            for a gradient of 0. None: zeros, for those that store a gradient first, with the weight decay in it.
+    """
     try:
         return _first_step(spec, params, fill)
     except RuntimeError:
@@ -424,11 +405,8 @@ def _initial_state(spec: _Spec, params: Params, fill: float) -> tuple[Slots, boo
         return tree.map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, found)
 
 
-def _first_step(spec: _Spec, params: Params, fill: float) -> tuple[Slots, bool]:
-    """Run a first step on copies and record the first value that it stores under each key.
-
-    If the step changes types or shapes, the values after it are returned instead, with ``is_whole=False``.
-    """
+def _first_step(spec: _Spec, params: Params, fill: float | None) -> Slots:
+    """Run a first step on copies; see `_initial_state`."""
     leaves = {name: param.detach().clone().requires_grad_() for name, param in params.items()}
     device = next(iter(params.values())).device
     with rng.scoped(0, device), torch.enable_grad():
@@ -436,12 +414,12 @@ def _first_step(spec: _Spec, params: Params, fill: float) -> tuple[Slots, bool]:
         recorders = {name: _Recorder(optimizer.state[leaf]) for name, leaf in leaves.items()}
         for name, leaf in leaves.items():
             optimizer.state[leaf] = recorders[name]
-            leaf.grad = torch.full_like(leaf, fill)
+            leaf.grad = torch.full_like(leaf, 1.0 if fill is None else fill)
         optimizer.step()
-    slots = {name: _to_tensors(optimizer.state[leaf], leaf, spec.where) for name, leaf in leaves.items()}
-    first = {name: _to_tensors(recorders[name].first, leaf, spec.where) for name, leaf in leaves.items()}
-    is_whole = tree.signature(first) == tree.signature(slots)
-    return first if is_whole else slots, is_whole
+    if fill is None:
+        after = {name: _to_tensors(optimizer.state[leaf], leaf, spec.where) for name, leaf in leaves.items()}
+        return tree.map(torch.zeros_like, after)
+    return {name: _to_tensors(recorders[name].first, leaf, spec.where) for name, leaf in leaves.items()}
 
 
 class _Recorder(dict[str, Any]):

@@ -231,7 +231,10 @@ def _optimizer(
         options, moments = adam.options, [adam.state.mu, adam.state.nu]
     elif trace is not None:
         options, moments = trace.options, [trace.state.trace]
-    decays = _decays(parts["decay"], updates) if "decay" in parts else [(list(updates), 0.0)]
+    decay = parts.get("decay")
+    if decay is not None and "is_masked" in decay.options and any(name not in updates for name in decay.state.selected):
+        return None  # `update` raises the error
+    decays = [(list(updates), 0.0)] if decay is None else _decays(decay, updates)
     numbers = [*options.values(), *(decay for _, decay in decays)]
     if any(isinstance(number, Tensor) for number in numbers) or not _fit(params, updates, *moments):
         return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -55,35 +54,22 @@ def inject(
         static: names of arguments that are never leaves. Bools, ints, strings and None never are.
 
     Returns:
-        A function of the factory's arguments; each float, 0-d tensor or schedule among them becomes a leaf.
+        A function of the factory's arguments, each by name; each float, 0-d tensor or schedule among them becomes a
+        leaf, under this name.
 
     Raises:
-        ConfigError: a positional argument has no name in the factory's signature; at init, the factory builds a
-            `from_torch`.
+        ConfigError: an argument is passed by position; at init, the factory builds a `from_torch`.
     """
 
-    def build(*positional: Any, **named: Any) -> Transform:
-        arguments = _by_name(factory, positional, named) if positional else named
+    def build(*unnamed: Any, **arguments: Any) -> Transform:
+        if unnamed:
+            what, hint = f"{unnamed[0]!r} is passed by position", "pass each argument by name: learning_rate=1e-3"
+            raise ConfigError(what, where=f"inject({getattr(factory, '__name__', factory)})", hint=hint)
         fixed = {name: value for name, value in arguments.items() if name in static or not _is_injected(value)}
         injected = {name: value for name, value in arguments.items() if name not in fixed}
         return _injected(factory, fixed, injected)
 
     return build
-
-
-def _by_name(factory: Callable[..., Transform], positional: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
-    """Return all arguments of a call by their names in the factory's signature."""
-    where, hint = getattr(factory, "__name__", type(factory).__name__), "pass each argument by name, once"
-    try:
-        bound = inspect.signature(factory).bind_partial(*positional)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"inject cannot name its positional arguments: {error}", where=where, hint=hint) from error
-    for name in bound.arguments:
-        if bound.signature.parameters[name].kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
-            raise ConfigError(f"{name} is passed by position, but has no name", where=where, hint=hint)
-        if name in named:
-            raise ConfigError(f"{name} is passed by position and by name", where=where, hint=hint)
-    return {**bound.arguments, **named}
 
 
 def _is_injected(value: Any) -> bool:

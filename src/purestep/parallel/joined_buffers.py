@@ -116,7 +116,10 @@ def joined(ways: Mapping[str, str], before: Params, after: Params, weight: Tenso
             new = torch.where(total > 0, part / divisor, old) if ways[name] == "mean" else old + part
             found[name] = (torch.view_as_complex(new) if after[name].is_complex() else new).to(after[name].dtype)
     counts = {name: value for name, value in after.items() if ways.get(name) == _GREATEST}
-    return found | {name: collectives.all_reduce(value, "batch", "max") for name, value in counts.items()}
+    if counts:
+        greatest = collectives.all_reduce(torch.stack(list(counts.values())), "batch", "max")
+        found |= dict(zip(counts, greatest.unbind(), strict=True))
+    return found
 
 
 def _wide(value: Tensor) -> Tensor:

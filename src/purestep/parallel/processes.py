@@ -318,16 +318,24 @@ def check_same(facts: Mapping[str, Any], *, where: str, hint: str) -> None:
     Raises:
         RankError: in every process, with the names that differ and the values of two processes.
     """
-    first, *others = gathered({name: str(value)[:_LONGEST] for name, value in facts.items()})
+    first, *others = gathered({name: str(value) for name, value in facts.items()})
     for rank, other in enumerate(others, 1):
         names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
         if names:
-            shown = [
-                f"{n} is {first.get(n, 'missing')} in process 0, {other.get(n, 'missing')} in process {rank}"
-                for n in names[:_SHOWN]
-            ]
+            shown: list[str] = []
+            for name in names[:_SHOWN]:
+                one, two = _cut(first.get(name, "missing"), other.get(name, "missing"))
+                shown.append(f"{name} is {one} in process 0, {two} in process {rank}")
             more = f"; and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             raise RankError(f"processes differ: {'; '.join(shown)}{more}", where=where, hint=hint)
+
+
+def _cut(*texts: str) -> list[str]:
+    """The part of each text around the first letter that differs, if a text is long."""
+    shortest = min(map(len, texts))
+    same = next((index for index in range(shortest) if len({text[index] for text in texts}) > 1), shortest)
+    start = 0 if max(map(len, texts)) <= _LONGEST else max(0, same - _LONGEST // 2)
+    return ["..." * bool(start) + text[start : start + _LONGEST] for text in texts]
 
 
 def checksum(value: Tensor) -> int:

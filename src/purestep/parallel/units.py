@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import operator
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -158,7 +159,8 @@ def _forward(block: Any, *args: Any, **kwargs: Any) -> Any:
         is_repeated = True
         return functional.with_weights(block, inner, lambda: forward(*args, **kwargs))
 
-    return checkpoint(run, *args, use_reentrant=False, **kwargs)
+    # Not as keywords of `checkpoint`, which has some of its own.
+    return checkpoint(functools.partial(run, **kwargs), *args, use_reentrant=False)
 
 
 def _open(block: Any, inner: Params, current: passes.Pass) -> None:

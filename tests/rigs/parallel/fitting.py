@@ -349,6 +349,8 @@ def errors() -> dict[str, str]:
         with noted("structure"):
             x, y = dataset().tensors
             fit(one, [(x, y) if rank else [x, y]])
+        with noted("keys"):
+            fit(one, [{"x": x, "z" if rank else "y": y}])
         with noted("order"):
             order = list(range(37)) if rank else list(reversed(range(37)))
             fit(one, loader(shuffle=False, sampler=order))
