@@ -107,7 +107,7 @@ def masked_sse(x_recon: Tensor, x: Tensor, mask: Tensor, *, reduction: str = "ba
         ConfigError: the reduction is unknown.
         StepContractError: the shapes differ, or the mask is not boolean.
     """
-    _check_reduction(reduction)
+    check_choice("masked_reconstruction", ("mean", "sum", "batch_mean"), reduction=reduction)
     if mask.dtype != torch.bool or not x_recon.shape == x.shape == mask.shape:
         raise StepContractError(
             f"reconstruction {list(x_recon.shape)}, input {list(x.shape)} and mask {list(mask.shape)} ({mask.dtype}) "
@@ -122,7 +122,3 @@ def masked_sse(x_recon: Tensor, x: Tensor, mask: Tensor, *, reduction: str = "ba
     if reduction == "sum":
         return total
     return total / (mask.sum().clamp(min=1) if reduction == "mean" else len(x))
-
-
-def _check_reduction(reduction: str) -> None:
-    check_choice("masked_reconstruction", ("mean", "sum", "batch_mean"), reduction=reduction)

@@ -88,7 +88,8 @@ def supervised(
     if _setting(criterion, "reduction", "mean") == "none" and _is_from_torch(criterion):
         raise ConfigError('reduction="none" gives no scalar', where="criterion", hint='reduction="mean"')
     measured = torchmetrics.functions(metrics)
-    module = criterion if isinstance(criterion, nn.Module) and _has_tensors(criterion) else None
+    has_tensors = isinstance(criterion, nn.Module) and [*criterion.parameters(), *criterion.buffers()]
+    module = cast(nn.Module, criterion) if has_tensors else None
     split, run = prepare or split_batch, forward or call_model
     is_from_torch = _is_from_torch(criterion)
     is_elementwise = is_from_torch and _is_elementwise(criterion)
@@ -153,10 +154,6 @@ def call_model(model: Any, inputs: Any) -> Any:
     if isinstance(inputs, tuple | list) and not isinstance(inputs, PackedSequence):
         return model(*inputs)
     return model(inputs)
-
-
-def _has_tensors(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters()) or any(True for _ in module.buffers())
 
 
 def _bound(model: Any, module: nn.Module) -> Callable[..., Tensor]:
@@ -232,7 +229,8 @@ def _check_shapes(criterion: Any, outputs: Any, targets: Any) -> None:
 
 
 def _check_kinds(criterion: Any, outputs: Any, targets: Any) -> None:
-    """Refuse, with the cure, three kinds of outputs and targets that torch refuses in its own words."""
+    """Refuse, with the cure, three kinds of outputs and targets that torch refuses in its own words, or in eager mode
+    only: a compiled step would take whole targets of a binary cross entropy."""
     loss = _called(criterion)
     name = str(getattr(loss, "__name__", type(loss).__name__))
     if not isinstance(outputs, Tensor):

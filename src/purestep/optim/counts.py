@@ -8,7 +8,7 @@ As in torch, an update in which a parameter has no gradient does not count for i
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,20 +26,6 @@ class StepState(NamedTuple):
     missed: Tree = Empty()  # see `counts`
 
 
-class Counting(Protocol):
-    """A state that counts updates."""
-
-    @property
-    def step(self) -> Any:
-        """Updates done, shape=(), int64."""
-        ...
-
-    @property
-    def missed(self) -> Tree:
-        """A `Missed`: for each parameter, the updates without a gradient."""
-        ...
-
-
 def zero_count(params: Params) -> Tensor:
     """Return a counter at 0 on the device of the parameters. shape=(), dtype=int64."""
     device = next(iter(params.values())).device if params else None
@@ -52,7 +38,7 @@ def no_updates(params: Params) -> dict[str, Any]:
     return {"step": step, "missed": Missed(dict.fromkeys(params, Empty()), step.expand(len(params)).clone())}
 
 
-def update_counts(state: Counting, names: Collection[str]) -> Tensor:
+def update_counts(state: Any, names: Collection[str]) -> Tensor:
     """Return each parameter's update count: of the updates done, those in which it had a gradient.
 
     Example:
@@ -83,7 +69,7 @@ def update_counts(state: Counting, names: Collection[str]) -> Tensor:
     return step - (counts[0] if len(names) == 1 else counts)
 
 
-def bias_corrections(state: Counting, updates: Params, *decays: Scalar) -> list[Tensor]:
+def bias_corrections(state: Any, updates: Params, *decays: Scalar) -> list[Tensor]:
     """Return ``1 - decay ** count`` for the update count of each parameter: the weight of all gradients in a mean.
 
     Args:
