@@ -386,10 +386,7 @@ BAD: list[tuple[Callable[[], Any], str]] = [
         lambda: schedules.constant(math.nan),
         r"constant: value=nan must be a finite number \(cure: pass a finite number\)",
     ),
-    (
-        lambda: schedules.constant("0.3"),
-        r"constant: value='0\.3' is a str, not a number \(cure: pass a finite",
-    ),  # pyright: ignore[reportArgumentType]  # the point of the test
+    (lambda: schedules.constant("0.3"), r"constant: value='0\.3' is a str, not a number \(cure: value=0\.3\)"),  # pyright: ignore[reportArgumentType]  # the point of the test
     (lambda: schedules.linear(1.0, math.inf, transition_steps=3), r"linear: end_value=inf must be a finite number"),
     (lambda: schedules.linear(1.0, 0.0, transition_steps=0), r"transition_steps=0 must be an int of at least 1"),
     (lambda: schedules.linear(True, 0.0, transition_steps=1), r"init_value=True is a bool, not a number"),
@@ -421,17 +418,21 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: schedules.piecewise(1.0, {0: 0.1}), r"boundaries_and_scales=0 must be an int of at least 1"),
     (
         lambda: schedules.piecewise(1.0, {5: -0.1}),
-        r"boundaries_and_scales\[5\]=-0\.1 must be .*cure: pass a finite number of at least 0",
+        r"boundaries_and_scales\[5\]=-0\.1 must be .*cure: boundaries_and_scales\[5\]=0\.1",
     ),
     (lambda: schedules.piecewise(1.0, {}, interpolate_type="cubic"), r"interpolate_type='cubic'"),  # pyright: ignore[reportArgumentType]  # the point of the test
     (lambda: schedules.join([], []), r"join: 0 schedules and the boundaries \[\]"),
     (lambda: schedules.join([schedules.constant(1.0)] * 2, [1, 2]), r"2 schedules and the boundaries \[1, 2\]"),
     (lambda: schedules.join([schedules.constant(1.0)] * 3, [5, 5]), r"3 schedules and the boundaries \[5, 5\]"),
+    (lambda: schedules.multistep(1.0, 0.1), r"multistep: milestones=0\.1 must be a list \(cure: milestones=\[0\.1"),  # pyright: ignore[reportArgumentType]  # the point of the test
+    (lambda: schedules.multistep(1.0, torch.tensor(3)), r"milestones=tensor\(3\) must be a list"),  # pyright: ignore[reportArgumentType]  # the point of the test
     (
         lambda: schedules.piecewise(1.0, 0.1),
         r"piecewise: boundaries_and_scales=0\.1 is not a mapping \(cure: pass \{update",
     ),  # pyright: ignore[reportArgumentType]  # the point of the test
     (lambda: schedules.piecewise(1.0, {"a": 0.1, 3: 0.1}), r"boundaries_and_scales='a' must be an int of"),  # pyright: ignore[reportArgumentType]  # the point of the test
+    (lambda: schedules.join(0.1, [3]), r"join: schedules=0\.1 must be a list \(cure: schedules=\[0\.1\]"),  # pyright: ignore[reportArgumentType]  # the point of the test
+    (lambda: schedules.join([schedules.constant(1.0)] * 2, 3), r"join: boundaries=3 must be a list"),  # pyright: ignore[reportArgumentType]  # the point of the test
     (
         lambda: schedules.join([schedules.constant(1.0), 0.1], [3]),  # pyright: ignore[reportArgumentType]  # the point of the test
         r"schedules\[1\]=0\.1 must be a function \(cure: schedules\.constant\(0\.1\)\)",

@@ -29,12 +29,14 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from .errors import ConfigError
 from .state import (
     at_least,
+    check_callable,
     check_choice,
     check_count,
     check_range,
     in_range,
     is_number,
     known_keywords,
+    listed,
 )
 
 _Count: TypeAlias = Tensor | int
@@ -276,9 +278,9 @@ def multistep(init_value: _Finite, milestones: Iterable[int], *, gamma: _Positiv
         gamma: > 0.
 
     Raises:
-        ConfigError: a milestone is out of range.
+        ConfigError: the milestones are not a list, or one is out of range.
     """
-    points = list(milestones)
+    points = listed("multistep", milestones=milestones)
     for milestone in points:
         check_count("multistep", least=1, milestones=milestone)
 
@@ -399,9 +401,9 @@ def join(schedules: Sequence[_AnySchedule], boundaries: Sequence[int]) -> Schedu
         ConfigError: the boundaries are not rising counts of at least 1, or their number is wrong; an entry of
             ``schedules`` is not a function.
     """
-    parts, begins = list(schedules), list(boundaries)
+    parts, begins = listed("join", schedules=schedules), listed("join", boundaries=boundaries)
     for index, part in enumerate(parts):
-        _check_schedule("join", f"schedules[{index}]", part)
+        check_callable("join", _as_schedule(part), **{f"schedules[{index}]": part})
     for boundary in begins:
         check_count("join", least=1, boundaries=boundary)
     if len(parts) != len(begins) + 1 or any(later <= sooner for sooner, later in pairwise(begins)):
@@ -439,14 +441,13 @@ def per_epoch(schedule: _AnySchedule, *, updates_per_epoch: _Updates) -> Schedul
     Raises:
         ConfigError: ``schedule`` is not a function.
     """
-    _check_schedule("per_epoch", "schedule", schedule)
+    check_callable("per_epoch", _as_schedule(schedule), schedule=schedule)
     return lambda count: schedule(torch.div(torch.as_tensor(count), updates_per_epoch, rounding_mode="floor"))
 
 
-def _check_schedule(where: str, name: str, value: Any) -> None:
-    if not callable(value):
-        hint = f"schedules.constant({value!r})" if is_number(value) else "pass a function of the count"
-        raise ConfigError(f"{name}={value!r} must be a function", where=where, hint=hint)
+def _as_schedule(value: Any) -> str:
+    """The cure for a value in the place of a schedule."""
+    return f"schedules.constant({value!r})" if is_number(value) else "pass a function of the count"
 
 
 def from_torch_scheduler(

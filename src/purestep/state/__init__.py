@@ -20,11 +20,13 @@ from .keywords import in_range as in_range
 from .keywords import known_keywords as known_keywords
 from .stacked import member as member
 from .stacked import stack as stack
+from .validation import check_callable as check_callable
 from .validation import check_choice as check_choice
 from .validation import check_count as check_count
 from .validation import check_range as check_range
 from .validation import is_count as is_count
 from .validation import is_number as is_number
+from .validation import listed as listed
 from .validation import nearest as nearest
 from .validation import nearest_names as nearest_names
 from .validation import usable_device as usable_device

@@ -7,7 +7,7 @@ import math
 import re
 import sys
 from collections.abc import Iterable
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 import torch
 
@@ -97,7 +97,7 @@ def check_range(
         low: the lower bound.
         high: the upper bound.
         ends: a bracket for each bound: a bound with a square bracket is a valid value itself.
-        cure: the cure; empty: the bounds.
+        cure: the cure; empty: the caller's own number, if its text or its sign was wrong, else the bounds.
         numbers: the values by the names of the arguments.
 
     Raises:
@@ -116,8 +116,17 @@ def check_range(
             least = f" {'of at least' if ends[0] == '[' else 'greater than'} {low:g}"
             bounds = f"a finite number{'' if math.isinf(low) else least}"
         problem = f"must be {bounds}" if is_number(value) else f"is a {type(value).__name__}, not a number"
-        own = f"pass {'a number ' if bounds.startswith('in ') else ''}{bounds}"
+        meant = _meant(value)
+        own = f"{name}={meant}" if fits(meant) else f"pass {'a number ' if bounds.startswith('in ') else ''}{bounds}"
         raise ConfigError(f"{name}={value!r} {problem}", where=where, hint=cure or own)
+
+
+def _meant(value: Any) -> Any:
+    """The number that a text spells, or a negative number without its sign; None for any other value."""
+    try:
+        return float(value) if isinstance(value, str) else -value if is_number(value) and value < 0 else None
+    except ValueError:
+        return None
 
 
 def check_choice(where: str, options: Iterable[Any], *, also: str = "", **values: Any) -> None:
@@ -145,6 +154,33 @@ def check_choice(where: str, options: Iterable[Any], *, also: str = "", **values
         *most, last = [*words, also] if also else words
         hint = f"{', '.join(most)} or {last}" if most else last
         raise ConfigError(f"{name}={value!r} is unknown", where=where, hint=hint)
+
+
+def check_callable(where: str, cure: str, **functions: Any) -> None:
+    """Check that each value is callable.
+
+    Raises:
+        ConfigError: a value is not; the message has its name.
+    """
+    for name, value in functions.items():
+        if not callable(value):
+            raise ConfigError(f"{name}={value!r} must be a function", where=where, hint=cure)
+
+
+def listed(where: str, **series: Any) -> list[Any]:
+    """Convert the one keyword argument, any iterable except text, to a list.
+
+    Raises:
+        ConfigError: the argument is not iterable; the message has its name.
+    """
+    ((name, value),) = series.items()
+    if not isinstance(value, str | bytes):
+        try:
+            return list(cast("list[Any]", value))
+        except TypeError:  # a number, a function, a tensor without dimensions
+            pass
+    hint = f"{name}=[{value!r}]" if is_number(value) else "pass a list"
+    raise ConfigError(f"{name}={value!r} must be a list", where=where, hint=hint)
 
 
 def usable_device(name: str | torch.device) -> torch.device:
