@@ -193,9 +193,32 @@ def test_a_compiled_model_of_another_dtype_than_its_batches_gets_the_cure(dtype:
         fit(program.init(), batches(1), program, epochs=1, compile={"backend": "eager"})
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_model_of_another_dtype_than_its_batches_gets_the_cure_as_a_note(dtype: torch.dtype) -> None:
+    program = mlp(module=tiny_mlp().to(dtype))
+    with pytest.raises(RuntimeError, match="dtype") as caught:
+        fit(program.init(), batches(1), program, epochs=1)
+    place, cure = caught.value.__notes__
+    assert place == "in train_step, epoch 1, batch 1"
+    assert f"the batch has torch.float32, the weights are {dtype} (cure: call model.float()" in cure
+    assert 'precision="64-true"' in cure
+
+
 def test_the_cure_of_mixed_dtypes_is_one() -> None:
     program = mlp(module=tiny_mlp().double(), precision="64-true")
     assert fit(program.init(), batches(1), program, epochs=1).epochs == 1
+
+
+def test_other_errors_say_nothing_of_dtypes() -> None:
+    """64-true casts the batch: that the two differ is no fault, whatever else goes wrong."""
+
+    def objective(model: Any, batch: Any) -> Any:
+        raise RuntimeError("expected scalar type Long but found Float")
+
+    program = mlp(objective, precision="64-true")
+    with pytest.raises(RuntimeError, match="scalar type") as caught:
+        fit(program.init(), batches(1), program, epochs=1, check_every=None)
+    assert caught.value.__notes__ == ["in train_step, epoch 1, batch 1"]
 
 
 def test_a_module_is_no_state() -> None:

@@ -45,6 +45,7 @@ from .eager_donation import donate as donate
 from .eager_donation import released as released
 from .eager_donation import without_donation as without_donation
 from .eval_step import takes_index as takes_index
+from .fx_passes import ONE_DTYPE as ONE_DTYPE
 from .live_state import LiveState as LiveState
 from .live_state import is_alive as is_alive
 from .live_state import is_state as is_state

@@ -7,6 +7,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
 from .. import compile as compile_
 from .. import data, files, tree
 from ..compile import MetricVector, states
@@ -68,6 +71,7 @@ class TrainCall:
         self._writes_init = self._compiled and config.donate == "init"
         self._check_purity = PurityCheck(eager, config.check_every, compiled=self._compiled)
         self._kind = purity.Kind(state)
+        self._weights = {weight.dtype for part in states(state) for weight in tree.leaves(part.params)}
         self._calls = 0
         self._next_check = 1
         self._loop = LoopState()
@@ -100,6 +104,8 @@ class TrainCall:
             if self._anomalies and "returned nan values" in str(error):  # torch's message
                 raise _anomaly(f"{error} (its forward call is in the warning above)", state, batch, loop) from error
             error.add_note(f"in train_step, {_place(loop)}")
+            if mixed := _mixed_dtypes(error, batch, self._weights):
+                error.add_note(mixed)
             raise
         if self._anomalies and halts(new):
             raise _anomaly(FOUND, state, batch, loop)
@@ -148,6 +154,20 @@ class TrainCall:
 
 def _place(loop: LoopState) -> str:
     return f"epoch {loop.epoch + 1}, batch {loop.batch + 1}"
+
+
+_TORCHS_NAMES = {torch.float64: "double", torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat16"}
+
+
+def _mixed_dtypes(error: Exception, batch: Any, weights: set[torch.dtype]) -> str:
+    """Return the cure if torch's message names two dtypes: one of the batch alone and one of the weights; else ""."""
+    leaves = tree.leaves(tree.dicts(batch))
+    given = {leaf.dtype for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()} - weights
+    text = str(error).lower()
+    if not all(any(_TORCHS_NAMES.get(dtype, str(dtype)) in text for dtype in dtypes) for dtypes in (given, weights)):
+        return ""
+    of_batch, of_weights = (", ".join(sorted(str(dtype) for dtype in dtypes)) for dtypes in (given, weights))
+    return f"the batch has {of_batch}, the weights are {of_weights} (cure: {compile_.ONE_DTYPE})"
 
 
 def _anomaly(text: str, state: Tree, batch: Any, loop: LoopState) -> NonFiniteError:
