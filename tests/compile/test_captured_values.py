@@ -260,6 +260,35 @@ def test_an_object_that_changes_with_a_number_counts_as_another_object():
     assert watched.objects == 1
 
 
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    weight: float = 0.0
+
+
+@pytest.mark.parametrize("name", ["weight", "doubled"])
+def test_attributes_without_a_dict_and_behind_a_property_are_watched(name: str):
+    class Property(types.SimpleNamespace):
+        @property
+        def doubled(self) -> float:
+            return 2 * self.weight
+
+    config = Slotted() if name == "weight" else Property(weight=0.0)
+    if name == "weight":
+
+        def objective(model: Any, batch: Any) -> ps.Loss:
+            return weighed(model, batch, config.weight)
+    else:
+
+        def objective(model: Any, batch: Any) -> ps.Loss:
+            return weighed(model, batch, config.doubled)
+
+    program = ps.program(warm(), objective, ps.optim.sgd(0.1))
+    step, state = ps.compile_step(program.train_step, backend="aot_eager"), program.init()
+    step(state, batch())
+    config.weight = 5.0
+    assert float(step(state, batch())[1]["loss"]) == pytest.approx(float(program.train_step(state, batch())[1]["loss"]))
+
+
 def test_a_step_that_counts_its_traces_has_one_graph_for_a_size():
     calls = 0
 
@@ -312,11 +341,19 @@ def test_a_state_lives_on_where_the_trace_of_another_packing_fails():
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_tensor_that_a_trace_stores_under_a_new_name_is_taken_out(fails: bool):
     held: dict[str, Tensor] = {}
-    listed: list[Tensor] = []
+    listed: list[Any] = [1.0, 2.0]
+    last: Any = None
+
+    def look() -> int:  # a second function that reads them
+        return len(held) + len(listed)
 
     def objective(model: Any, batch: Any) -> ps.Loss:
+        nonlocal last
+        look()
         held["mask"] = batch[0] > 0
+        listed.pop(0)
         listed.append(batch[0])
+        last = (1, batch[0])
         if fails and held["mask"].any():
             raise AssertionError
         return weighed(model, batch, 0.0)
@@ -325,7 +362,8 @@ def test_a_tensor_that_a_trace_stores_under_a_new_name_is_taken_out(fails: bool)
     with pytest.raises(ps.errors.StepContractError, match="reads the value" if fails else "stores a tensor"):
         step(ps.program(warm(), objective, ps.optim.sgd(0.1)).init(), batch())
     assert not held
-    assert not listed
+    assert listed == [1.0, 2.0]
+    assert last is None
 
 
 def _watched(objective: Any) -> tuple[CapturedValues, list[int]]:

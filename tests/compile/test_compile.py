@@ -1204,6 +1204,17 @@ def test_an_eval_step_that_reads_the_number_of_the_batch_is_refused() -> None:
 
 @pytest.mark.compile
 @pytest.mark.parametrize("donate", FORMS)
+def test_a_copy_of_the_old_state_stays_one_where_operations_run_one_by_one(donate: bool) -> None:
+    def step(state: dict[str, Tensor], x: Tensor) -> tuple[Any, Any]:
+        return {"w": state["w"] + x}, {"old": state["w"].clone(memory_format=torch.preserve_format).sum()}
+
+    found = ps.compile_step(step, donate=donate, backend="aot_eager")
+    _, read = found({"w": torch.zeros(2)}, torch.ones(2))
+    assert float(read["old"]) == 0
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("donate", FORMS)
 @pytest.mark.parametrize("parts", [lambda x: x.chunk(2, 1), lambda x: x.unbind(), lambda x: x.split([1, 3], 1)])
 def test_a_batch_that_is_written_through_one_of_its_parts_stays(donate: bool, parts: Any) -> None:
     def objective(model: Any, batch: Any) -> ps.Loss:

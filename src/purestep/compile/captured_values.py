@@ -122,6 +122,7 @@ class _Places:
         self.values: dict[str, Any] = {}  # keeps the objects alive, so that an id stays unique
         self.keys: dict[str, str] = {}
         self._items: list[tuple[Any, Any, Any]] = []  # list, dict or the __dict__ of an object; key; value
+        self._slots: list[tuple[Any, str, Any]] = []  # object of a class with `__slots__`; name; value
         self._cells: list[tuple[types.CellType, Any]] = []
         self._lengths: list[tuple[Any, int]] = []
         self._seen: dict[int, Any] = {}  # functions and callable objects; keeps them alive as well
@@ -134,37 +135,50 @@ class _Places:
             for holder, key, value in self._items:
                 if holder[key] is not value:
                     return False
+            for holder, name, value in self._slots:
+                if getattr(holder, name) is not value:
+                    return False
             for cell, value in self._cells:
                 if cell.cell_contents is not value:
                     return False
-        except (LookupError, ValueError):  # gone
+        except (LookupError, ValueError, AttributeError):  # gone
             return False
         return all(len(holder) == length for holder, length in self._lengths)
 
     def take_out(self, before: _Places) -> list[str]:
-        """Put back the values of ``before`` where a trace has stored its tensors since; return the names."""
+        """Put back what ``before`` held if a trace has stored its tensors since; return their names."""
         from torch._subclasses.fake_tensor import FakeTensor
 
         given = {id(value) for value in before.values.values()}
-        stored = [
-            name for name, value in self.values.items() if isinstance(value, FakeTensor) and id(value) not in given
-        ]
-        if not stored:
+        stored = {id(value): name for name, value in self.values.items() if isinstance(value, FakeTensor)}
+        if not (names := [name for value, name in stored.items() if value not in given]):
             return []
-        items = {(id(holder), key): value for holder, key, value in before._items}
-        cells = {id(cell): value for cell, value in before._cells}
-        for holder, key, value in reversed(self._items):  # of a list the last first, which may be new
-            if isinstance(value, FakeTensor) and isinstance(holder, dict | list):  # else a tuple or a class
-                if (id(holder), key) in items:
-                    holder[key] = items[id(holder), key]
-                else:
-                    del holder[key]
+        before._restore()
+        for holder, key, value in self._items:  # now those that were not there
+            if id(value) in stored and isinstance(holder, dict) and holder.get(key) is value:
+                del holder[key]
+        for holder, name, value in self._slots:
+            if id(value) in stored and getattr(holder, name, None) is value:
+                delattr(holder, name)
         for cell, value in self._cells:
-            if isinstance(value, FakeTensor) and id(cell) in cells:
-                cell.cell_contents = cells[id(cell)]
-            elif isinstance(value, FakeTensor):
+            if id(value) in stored and cell != _EMPTY and cell.cell_contents is value:
                 del cell.cell_contents
-        return sorted(stored)
+        return sorted(names)
+
+    def _restore(self) -> None:
+        lists = {id(holder): holder for holder, _ in self._lengths if isinstance(holder, list)}
+        for holder in lists.values():
+            holder[:] = [value for each, _, value in self._items if each is holder][: self._length(holder)]
+        for holder, key, value in self._items:
+            if isinstance(holder, dict):  # else a list, a tuple or a class
+                holder[key] = value
+        for holder, name, value in self._slots:
+            setattr(holder, name, value)
+        for cell, value in self._cells:
+            cell.cell_contents = value
+
+    def _length(self, holder: Any) -> int:
+        return next(length for each, length in self._lengths if each is holder)
 
     def _add_functions(self, value: Any) -> None:
         """Add what the user's functions read that a step holds, or a function of purestep."""
@@ -221,7 +235,14 @@ class _Places:
             for part in kind.__mro__ if value is kind else (value, *kind.__mro__):
                 space, is_space = getattr(part, "__dict__", {}), isinstance(part, type | types.ModuleType)
                 for name in sorted(names & space.keys()):
-                    if not is_space or not _is_code(space[name]):
+                    if (
+                        isinstance(space[name], types.MemberDescriptorType)
+                        and value is not kind
+                        and hasattr(value, name)
+                    ):
+                        self._slots.append((value, name, getattr(value, name)))
+                        self._add_value(f"{path}.{name}", getattr(value, name))
+                    elif not is_space or not _is_code(space[name]):
                         self._add_item(f"{path if part is value else part.__name__}.{name}", space, name)
 
     def _add_module(self, path: str, value: nn.Module) -> None:
@@ -279,7 +300,8 @@ def _names(code: types.CodeType, kind: type = object) -> set[str]:
     while waiting:
         code = waiting.pop()
         new = set(code.co_names) - names
-        methods = [getattr(kind, name, None) for name in new]
+        found = [getattr(kind, name, None) for name in new]
+        methods = [each.fget if isinstance(each, property) else each for each in found]
         waiting += [method.__code__ for method in methods if isinstance(method, types.FunctionType)]
         waiting += [part for part in code.co_consts if isinstance(part, types.CodeType)]
         names |= new

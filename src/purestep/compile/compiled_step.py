@@ -132,14 +132,14 @@ class CompiledStep:
 
     def _call_packed(self, store: StateBuffers, batch: tuple[Any, ...], unlike: Unlike) -> tuple[StateBuffers, Any]:
         """Call the step. If it has no gradient for a part of a flat buffer, pack the state in another way before."""
-        given, metrics = store, None
+        given, metrics = store if self.donate else None, None
         while metrics is None:
             try:
                 metrics = self._call_once(store, batch, unlike)
             except packed.Split as split:
                 self.packings.split(split.names)
                 store = self._copy_in(store.live())
-        if store is not given:  # overwritten, as by a call that writes it
+        if given is not None and store is not given:  # overwritten, as by a call that writes it
             given.begin()
             given.end()
         return store, metrics

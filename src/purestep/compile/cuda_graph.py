@@ -184,7 +184,8 @@ class CudaGraphs:
         if found.calls <= _WARM:
             return run(store.buffers, leaves, outside)
         if found.graph is None:
-            known.pool = known.pool or torch.cuda.graph_pool_handle()
+            if known.pool is None or not any(each.graph for each in known.all()):  # torch may have given it back
+                known.pool = torch.cuda.graph_pool_handle()
             torch.cuda.empty_cache()  # a recording begins with it
             before = torch.cuda.memory_reserved(store.device)
             try:
@@ -201,7 +202,5 @@ class CudaGraphs:
             taken = torch.cuda.memory_reserved(store.device) - before
             if not self.required and taken * _SHARE > torch.cuda.get_device_properties(store.device).total_memory:
                 found.drop()
-                if not any(each.graph for each in known.all()):
-                    known.pool = None  # torch has given it back
                 return run(store.buffers, leaves, outside)
         return copied(found.replay(leaves))

@@ -101,7 +101,8 @@ def without_copies(graph: GraphModule) -> GraphModule:
         is_copied = (
             node.target is torch.ops.aten.clone.default and node.kwargs.get("memory_format") is torch.preserve_format
         )
-        if is_copied and node.args[0].op == "placeholder" and node not in written:
+        # A user's own copy of a buffer is one of ours too, and the buffer is written later.
+        if is_copied and node.args[0].op == "placeholder" and not written & {node, node.args[0]}:
             node.replace_all_uses_with(node.args[0])
             graph.graph.erase_node(node)
     return graph

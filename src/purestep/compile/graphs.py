@@ -147,8 +147,9 @@ class Graphs:
                     known = self._compile(exact, leaves, tensors, build)
                 finally:
                     stored = self._captured.take_out()
+                    if stored:
+                        self._forget()
                 if stored:
-                    self._forget()
                     raise capture.Uncaptured(
                         "the step stores a tensor here, but Python runs once for a graph, and no later call writes it",
                         where=stored[0],

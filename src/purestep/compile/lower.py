@@ -113,7 +113,7 @@ def compiled(given: Functional, *, cpp_wrapper: bool) -> Callable[[list[Tensor]]
         return inductor.compile_fx_inner(
             graph,
             fakes,
-            static_input_idxs=range(len(fakes)),
+            static_input_idxs=(),  # on CUDA a batch that is not aligned as the example was is copied
             cudagraphs=BoxedBool(False),
             is_inference=True,
             cpp_wrapper=cpp_wrapper,

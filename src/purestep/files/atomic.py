@@ -216,6 +216,9 @@ def subdirectory(root: Path, name: str) -> Path:
     return path
 
 
+_ROUNDS = 1000
+
+
 def remove_tree(path: Path | str) -> None:
     """Delete a file, or a directory with its contents. Links are deleted, not followed.
 
@@ -224,9 +227,12 @@ def remove_tree(path: Path | str) -> None:
     Raises:
         OSError: the disk fails, or another process exchanges a directory for a link meanwhile.
     """
-    while os.path.lexists(path):  # before Python 3.13 `shutil.rmtree` stops at a name that has vanished meanwhile
+    for _ in range(_ROUNDS):  # before Python 3.13 `shutil.rmtree` stops at a name that has vanished meanwhile
+        if not os.path.lexists(path):
+            return
         with suppress(FileNotFoundError):
             if os.path.islink(path) or not os.path.isdir(path):
                 os.unlink(path)
             else:
                 shutil.rmtree(path)
+    raise OSError(errno.ENOTEMPTY, "names in it come and go", str(path))

@@ -339,7 +339,7 @@ def check_window(state: Tree, window: int, before: int) -> None:
             f"accumulate was {before} and is {window}",
             where="accum",
             hint=f"ps.program(..., accumulate={before}); or begin a new run with these weights: "
-            'snapshots.restore(template, only="params")',
+            "program.init()._replace(params=state.params, buffers=state.buffers)",
         )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import tree
 from ..errors import StepContractError
 from ..model import write_check
-from ..torch_ext import tracing
+from ..torch_ext import tensor_layout, tracing
 from ..types import Batch
 
 _Objective = TypeVar("_Objective", bound=Callable[..., Any])
@@ -64,4 +64,10 @@ def _written(path: str) -> StepContractError:
 
 
 def _copy(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf
+    """Copy a leaf with its strides: a reduction over others may round in another way."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    copied = leaf.clone()
+    if not tensor_layout.is_dense(leaf) or copied.stride() == leaf.stride() or tensor_layout.overlaps(leaf):
+        return copied
+    return copied.new_empty_strided(leaf.shape, leaf.stride()).copy_(leaf)
