@@ -43,6 +43,7 @@ ONCE_RAW = [
     ("save state", "nested tensor"),
     ("save state", "list in itself"),
     ("schedule", "2**70"),
+    ("batch 1/0", "nan as a key"),
 ]
 
 

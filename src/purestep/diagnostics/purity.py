@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from .. import tree
 from ..compile import Writes
-from ..errors import StepContractError
+from ..errors import StateError, StepContractError
 from ..torch_ext import global_rng, hidden, host_generators, tensor_layout
 from ..types import Metrics, Tree
 
@@ -54,12 +54,12 @@ class Unchanged:
 
     def __init__(self, *, content: bool = True, **parts: Tree) -> None:
         self._parts = parts
-        self._before = {name: _leaves(part, content=content) for name, part in parts.items()}
+        self._before = {name: _leaves(name, part, content=content) for name, part in parts.items()}
 
     def check(self, *, content: bool = True) -> None:
         """Raise `Impure` for the first leaf that was written, added or removed since."""
         for name, part in self._parts.items():
-            before, after = self._before[name], _leaves(part, content=content)
+            before, after = self._before[name], _leaves(name, part, content=content)
             for path in (*before, *after):
                 how = _written(before.get(path), after.get(path))
                 if how:
@@ -69,7 +69,7 @@ class Unchanged:
                     raise Impure(f"the step writes its arguments{how}", where=where, hint=hint)
 
 
-def _leaves(part: Tree, *, content: bool) -> dict[str, _Leaf]:
+def _leaves(name: str, part: Tree, *, content: bool) -> dict[str, _Leaf]:
     weights: dict[torch.device, Tensor] = {}
 
     def leaf(found: Any) -> _Leaf:
@@ -77,7 +77,10 @@ def _leaves(part: Tree, *, content: bool) -> dict[str, _Leaf]:
             return _Leaf(0, None, found)
         return _Leaf(version(found), fingerprint(found, weights) if content else None, None)
 
-    return {path: leaf(found) for path, found in tree.with_paths(tree.dicts(part))}
+    try:
+        return {path: leaf(found) for path, found in tree.with_paths(tree.dicts(part))}
+    except StateError as error:  # a key, or the depth
+        raise StateError(error.what, where=name, hint=error.hint) from error
 
 
 def _written(before: _Leaf | None, after: _Leaf | None) -> str:
